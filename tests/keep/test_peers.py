@@ -655,7 +655,6 @@ def test_a_lost_node_costs_the_steps_since_the_last_secured_copy(agents):
     ended = max(int(line.split()[1]) for line in said(job, "STEP 1"))
     # The copies are 5 steps apart, and one of them may be on its way.
     assert 0 < ended - step <= 11
-    assert f"step {step} is downloaded from node" in job[3].stderr
     lines = "".join(agent.stderr for agent in left)
     assert f"the training continues at step {step}, copied by 3 of 3 ranks" in lines
     assert "from the copy on node" in lines
