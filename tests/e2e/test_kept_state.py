@@ -19,15 +19,14 @@ pytestmark = pytest.mark.beyond_torchrun
 KEEPS = """
     import json, os, signal, socket, sys, zlib
     from elasticrs._engine.inside.keep import layout
+    from elasticrs._engine.inside.keep.file import KeepFile
     from elasticrs._engine.inside.keep.layout import Head, Slot
 
     names = "RANK", "WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT"
     rank, world, attempt = (int(os.environ[name]) for name in names)
-    mark, _, path = os.environ[layout.VARIABLE].partition(":")
+    plan = KeepFile(os.environ[layout.VARIABLE]).plan()
+    path = os.environ[layout.VARIABLE].partition(":")[2]
     fd = os.open(path, os.O_RDWR)
-    assert os.pread(fd, 16, 0) == layout.pack([layout.MAGIC, int(mark)])
-    length = int.from_bytes(os.pread(fd, 8, layout.PLAN_AT), "little")
-    plan = json.loads(os.pread(fd, length, layout.PLAN_AT + 8))
     told = {"rank": rank, "told": os.environ.get("ELASTICRS_KEEP_FRAMEWORKS")}
     os.write(1, f"PLAN {json.dumps({**plan, **told})}\\n".encode())
     ring, slots = layout.REGIONS_AT, [layout.REGIONS_AT + 4096, layout.REGIONS_AT + 12288]
