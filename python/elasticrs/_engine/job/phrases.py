@@ -184,7 +184,8 @@ def killed(who: str, event: WorkersKilled) -> str:
     if event.signal is None:
         overdue = f"had raised, {was} still exiting {event.limit:g} s after --exit-timeout,"
     else:
-        overdue = f"had not exited {round(event.limit, 1) or event.limit:g} s after {signal_name(event.signal)}"
+        limit = round(event.limit, 1) or event.limit
+        overdue = f"had not exited {limit:g} s after {signal_name(event.signal)}"
     return f"{who} {overdue} and {was} killed; what {it} {was} saving may be incomplete (--shutdown-timeout)"
 
 
