@@ -91,7 +91,7 @@ def test_a_repeated_option_collects_its_values_and_overrides_its_variable(variab
     "option", [option for option in OPTIONS if option.has_variable], ids=lambda o: o.name
 )
 def test_every_option_can_be_set_by_its_environment_variable(option):
-    texts = ["1", "2", "bad", "SIGTERM", "fork", "node", "k=v", "worker", "replace", "time", "file:x"]
+    texts = ["1", "2", "5M", "bad", "SIGTERM", "fork", "node", "k=v", "worker", "replace", "time", "file:x"]
     found = [value for text in texts if (value := _default_by(option, text)) is not option]
     assert found
     assert any(value != option.default for value in found)

@@ -271,8 +271,7 @@ SECTIONS: dict[str, tuple[Option, ...]] = {
                  "costs only the steps since that copy (default {default})", KEEP_PEERS, group=OURS),
         _setting("keep-bandwidth", "bytes per second that a node sends to its partner, such as 500M "
                  "(default 0: no limit)", KEEP_BANDWIDTH, group=OURS),
-        _setting("keep-save", "folder for the kept state of a failed or stopped job; the next "
-                 "job goes on from there",
+        _setting("keep-save", "folder in which the next job finds the kept state",
                  Kind(str, "FOLDER", "the path of a folder"), group=OURS),
         _setting("role", 'role of the workers, in their environment and in log lines (default "default")',
                  NAME),
