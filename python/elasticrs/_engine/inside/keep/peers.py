@@ -1,16 +1,21 @@
-"""Keeps a second copy of each state that only one node holds, in the memory of a partner node.
+"""Keeps a second copy of each node's training state in the memory of another node (``--keep-peers``).
 
-Without it, sharded state cannot be restored after the loss of a node (``--keep-peers``). The ranks of all
-nodes agree on each periodic copy (a *generation*) through the store in which their process groups meet.
+If each node has only a part of the state (sharded state), it can be restored after the loss of a node only if
+another node, the *partner*, has a second copy of the lost part. All ranks make their periodic copies at the
+same steps. The copies of all ranks of one step are a *generation*. The ranks agree on each generation through
+the store through which their process groups connect.
 
-- **PEERS-1** Rank 0 announces a step ahead. All ranks copy their state at its end into their own files.
-- **PEERS-2** When all have done so, each node takes the copies of its source's ranks, except for those of
-  which another node has an equal copy. It replaces an older generation, not the newest one that is secured.
-- **PEERS-3** When this is done on all nodes, the generation is secured, and rank 0 announces the next one. If
-  a rank has made no copy, or a copy could not be taken, the generation before stays the secured one. So at
-  any time, the ranks and the partners of lost nodes have a common generation.
-- **PEERS-4** A rank whose transfers fail three times in a row, or whose copies are too large, is no longer
-  waited for. Errors never fail the training.
+- **PEERS-1** Rank 0 announces a step in advance. At the end of this step, each rank copies its state into its
+  own file.
+- **PEERS-2** When all ranks have done so, each node downloads the copies of the ranks of one other node (its
+  source), except for copies of which any other node has an equal one. A downloaded copy never replaces one of
+  the newest secured generation, but an older one.
+- **PEERS-3** When all nodes have done so, the generation is *secured*: it can be restored without any one of
+  the nodes. Then rank 0 announces the next step. If a rank has made no copy, or a download has failed, the
+  generation before remains the secured one. So at any time, the remaining ranks and the partners of lost
+  nodes have all copies of one generation.
+- **PEERS-4** If the download of a rank's copies fails three times in a row, or a copy is too large, the
+  partner gives up, and later generations count as secured without it. Errors never fail the training.
 """
 
 from __future__ import annotations
@@ -34,39 +39,45 @@ if TYPE_CHECKING:
     from elasticrs._engine.inside.keep.schedule import Schedule
 
 _FIRST_DELAY = 0.01
-"""Seconds between the first two looks at what other ranks have written into the store."""
+"""Seconds between the first two times that a rank looks for what other ranks have written into the store."""
 
 _LONGEST_DELAY = 0.05
-"""Longest of these seconds with up to 500 ranks; for more, in proportion, to spare the store."""
+"""Maximum seconds between two such looks with up to 500 ranks. With more ranks, this limit is larger in
+proportion to their number, so that the store is not overloaded.
+"""
 
 _LONGEST_NOTICE = 5.0
-"""Maximum seconds from the announcement of a copy to its step."""
+"""Limit in seconds for the notice, the time before its step at which rank 0 announces a copy. The notice
+doubles when a rank has learned of a copy too late.
+"""
 
 _END_LIMIT = 1.0
-"""Maximum seconds for which the end of the program waits for the thread of this module."""
+"""Maximum seconds for which the end of the program waits for the thread of :class:`Peers`."""
 
 _QUIET = 10.0
-"""Seconds from the failure of the store to the line that tells the user about it."""
+"""Seconds from an error in the thread, such as the loss of the store, to the line about it for the user."""
 
 _MOST_FAILURES = 3
-"""Number of failed transfers in a row after which the other ranks no longer wait for this node's copies."""
+"""Number of failed downloads in a row after which a rank gives up downloading another rank's copies."""
 
 
 class _ClosedError(Exception):
-    """The program has ended, or keeps its state no longer."""
+    """Raised to end the thread of :class:`Peers`, because the program has ended or has given up Keep."""
 
 
 def sources(count: int) -> list[int]:
-    """Return for each of ``count`` nodes from which other node it takes copies. Nodes form pairs, and one
-    triple if their number is odd. A node alone has itself as its source.
+    """Return, for each of ``count`` nodes, its source: the number of the node whose copies it downloads. Two
+    nodes of a pair are each other's source. If ``count`` is odd, three nodes form a triple. If there is only
+    one node, it is its own source.
 
-    Pairs are better than a ring: if two nodes are lost, they rarely are of the same pair. Nodes with
-    neighbouring numbers often fail together, so those of a pair are half of all nodes apart.
+    Pairs are better than a ring, because two lost nodes are rarely of the same pair. The numbers of the nodes
+    of a pair differ by half of the number of nodes, because nodes with neighbouring numbers often fail
+    together.
     """
     half = count // 2
     found = [(node + half) % (2 * half) for node in range(2 * half)]
     if count % 2:
-        # The last node joins the pair of node 0, and each of the three takes from the next.
+        # The last node joins the pair of node 0. Each of these three nodes downloads the copies of the next.
         last = count - 1
         found.append(0)
         if half:
@@ -75,11 +86,12 @@ def sources(count: int) -> list[int]:
 
 
 def without_second_copy(copies: Sequence[Sequence[int]], nodes: Sequence[Sequence[int]]) -> list[int]:
-    """Return the ranks whose copy is equal to that of no rank of another node.
+    """Return the ranks whose copies would be lost with their node, because no rank of another node has an
+    equal copy.
 
     Args:
-        copies: for each rank, what identifies the content of its copy.
-        nodes: first rank and number of ranks of each node.
+        copies: for each rank, what identifies the content of its copy: step, checksum and layout.
+        nodes: for each node, its first rank and its number of ranks.
     """
     holders: dict[tuple[int, ...], set[int]] = {}
     for node, (first, count) in enumerate(nodes):
@@ -89,12 +101,13 @@ def without_second_copy(copies: Sequence[Sequence[int]], nodes: Sequence[Sequenc
 
 
 class Peers:
-    """Thread that takes the copies of one rank of another node into the memory of this node's agent.
+    """Thread of a worker that downloads the copies of one rank of another node (the *other rank*, which has
+    the same local rank) into a file in the memory of this node's agent.
 
     Args:
         agreement: the agreement of the nodes on the step that is restored.
-        store: the store in which they have met.
-        nodes: first rank and number of ranks of each node. All have the same number.
+        store: the store through which the nodes have agreed.
+        nodes: for each node, its first rank and its number of ranks, which is the same for all nodes.
         file: the file with this rank's own copies.
         say: writes a line to the user.
 
@@ -113,7 +126,7 @@ class Peers:
         self._agreement, plan = agreement, agreement.plan
         self._store, self._nodes, self._own, self._say = store, nodes, file, say
         self._memory: int = plan["memory"]
-        # A slow node must not hold up the others for long, unless the user wants it to be slow.
+        # A slow download must not delay the other nodes for long, unless --keep-bandwidth makes it slow.
         self._least_rate = min(MIN_RATE, plan["bandwidth"] / 2) if plan["bandwidth"] else MIN_RATE
         self._rank, self._world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         self._local_rank = int(os.environ["LOCAL_RANK"])
@@ -123,20 +136,24 @@ class Peers:
         self.generations = Generations(plan["step"])
         self._secured: int | None = plan["step"]
         self._failed_in_all = self._failures = 0
-        """Failed transfers of all ranks until the generation before, and of this rank in a row."""
+        """Two numbers of failed downloads: ``_failed_in_all`` are those of all ranks up to the generation
+        before, and ``_failures`` those of this rank since its last successful one.
+        """
         self._longest_delay = _LONGEST_DELAY * max(1, self._world / 500)
         self._notice = 2 * self._longest_delay
         self._schedule: Schedule | None = None
         self._closed, self._has_ended = threading.Event(), threading.Event()
 
     def begin(self, schedule: Schedule) -> None:
-        """Start the thread at the end of the first step. ``schedule`` knows the steps of this process."""
+        """Start the thread. Call this at the end of the first training step. ``schedule`` decides at which
+        steps this rank copies its state.
+        """
         self._schedule, self._agreement.is_restored = schedule, True
         with without_signals():
             threading.Thread(target=self._run, args=(schedule,), name="elasticrs-peers", daemon=True).start()
 
     def close(self) -> None:
-        """End the thread. Wait for it, but only for a short time."""
+        """Tell the thread to end, and wait for its end, but at most :data:`_END_LIMIT` seconds."""
         self._closed.set()
         self.generations.close()
         if self._schedule is not None:
@@ -158,16 +175,20 @@ class Peers:
                 self.generations.announce(announced, secured)
         except _ClosedError:
             return
-        # Whatever went wrong, for example in the store, must not end the training.
+        # An error in this thread, for example of the store, must not end the training.
         except Exception as error:
-            # If the store is lost with its node, this process is about to be stopped.
+            # If the store is lost because its node is lost, the agent is about to stop this process. So wait
+            # before telling the user.
             if not self._closed.wait(_QUIET):
                 self._say(f"no more periodic copies are made, here and on the partner node: {error!r}")
         finally:
             self._has_ended.set()
 
     def _share(self, number: int, step: int | None, schedule: Schedule) -> None:
-        """Share a generation with the other nodes. ``step`` is that of this rank's copy, if it has one."""
+        """Complete a generation (the copies of all ranks of one step): wait until all ranks have made their
+        copies, and download that of the other rank. Rank 0 also waits until all ranks have done so, and notes
+        whether the generation is secured. ``step`` is the step of this rank's copy; ``None`` if it has none.
+        """
         if self._closed.is_set():
             raise _ClosedError
         self._store.set(f"copied/{self._rank}", self._copy_of(step))
@@ -181,15 +202,15 @@ class Peers:
         self._store.add("taken", 1)
         if self._rank == 0:
             if not is_whole and number:
-                self._notice = min(_LONGEST_NOTICE, 2 * self._notice)  # A rank has learned of it too late.
+                self._notice = min(_LONGEST_NOTICE, 2 * self._notice)  # A rank learned of the step too late.
             self._await_count("taken", self._world * (number + 1))
             before, self._failed_in_all = self._failed_in_all, self._store.add("failed", 0)
             if is_whole and before == self._failed_in_all:
                 self._secured = step
 
     def _compared(self) -> tuple[bool, list[int], bool]:
-        """Return whether all ranks have a copy of the same step, whose copies must be sent to another node,
-        and whether all copies are equal.
+        """Compare the copies of all ranks. Return three values: whether all are of the same step, the ranks
+        whose copies another node must download, and whether all copies are equal.
         """
         copies = self._store.get_all([f"copied/{rank}" for rank in range(self._world)])
         if None in copies or len({copy[0] for copy in copies}) > 1:
@@ -198,24 +219,27 @@ class Peers:
         return True, senders, not senders and len(set(map(tuple, copies))) == 1
 
     def _copy_of(self, step: int | None) -> list[int] | None:
-        """Return step, checksum and layout of this rank's own copy of a step; ``None`` without one."""
+        """Return the step, the checksum and the layout (a hash of the tensors' names and shapes) of this
+        rank's own copy of a step; ``None`` if it has no such copy.
+        """
         for slot in self._own.slots:
             if step is not None and slot.complete_step == step and slot.words is not None:
                 return [step, slot.words[Slot.DIGEST], slot.words[Slot.LAYOUT]]
         return None
 
     def _take(self, step: int) -> None:
-        """Take the other rank's copy of a step. Tell the user if that fails."""
+        """Download the other rank's copy of a step, if it is not here yet. Tell the user if that fails."""
         if self._failures == _MOST_FAILURES or self._theirs_of(step):
             return
         try:
             self._download(step)
             self._failures = 0
         except (OSError, OffError) as error:
-            # At the end of the training, the other rank may just have ended a little earlier.
+            # At the end of the training, the download fails if the other rank ended a little earlier. Then
+            # this process ends within a second, too.
             if self._closed.wait(_END_LIMIT):
                 raise _ClosedError from error
-            # If the copy is too large, so will be the next one.
+            # If this copy is too large for the memory, later ones will be, too. So do not try again.
             self._failures = _MOST_FAILURES if isinstance(error, OffError) else self._failures + 1
             follows = "its state is not kept here any more, so a loss of that node loses it"
             if self._failures < _MOST_FAILURES:
@@ -227,7 +251,7 @@ class Peers:
             )
 
     def _theirs_of(self, step: int | None) -> list[int]:
-        """Return the slots that have the other rank's copy of a step."""
+        """Return the numbers of the slots (regions of a file) that have the other rank's copy of a step."""
         expected = SlotState.COMPLETE, step, self._source_rank, self._world
         words = (Slot.STATE, Slot.STEP, Slot.RANK, Slot.WORLD)
         heads = ((number, slot.words) for number, slot in enumerate(self._theirs.slots))
@@ -248,7 +272,7 @@ class Peers:
             raise ConnectionError("its checksum is wrong")
 
     def _await(self, key: str, number: int) -> Any:
-        """Return the value of a key for a generation, as soon as rank 0 has set it."""
+        """Wait until rank 0 has set a key of the store for the generation ``number``. Return the value."""
         for _ in self._looks():
             if self._store.has(key) and (found := self._store.get(key))[0] == number:
                 return found[1]
@@ -260,7 +284,9 @@ class Peers:
                 return
 
     def _looks(self) -> Iterator[None]:
-        """Yield each time when the store is to be looked at again."""
+        """Yield now and after each pause, so that the caller looks into the store. The pauses become longer.
+        Raise :class:`_ClosedError` when the thread is to end.
+        """
         delay = _FIRST_DELAY
         while True:
             yield
