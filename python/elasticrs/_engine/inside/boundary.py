@@ -1,14 +1,16 @@
-"""Worker's side of the agreed step: all ranks of a job get a signal at the start of the same training step.
+"""The worker's side of the agreed step, the training step after which all ranks of a job get a signal.
 
-The agent asks through words in the worker's file in memory (:class:`.layout.Agreed`), and sends the signal
-itself. This module counts the steps of optimizers. While nothing is asked, a step costs a store and a load.
-When the agent asks, a rank waits at the end of its step until the agent has chosen a step that no rank has
-passed. After that step, the rank stops once more at the start of the next one, where a script's own counters,
-schedulers and loaders are consistent, says so, and waits for the signal.
+The agent holds a signal back, and asks for such a step with numbers (words) that it writes into a file in
+memory that it shares with the worker (:class:`.layout.Agreed`). Later, it sends the signal itself. This
+module counts the steps of torch's optimizers. While the agent asks for nothing, a step costs one write to
+memory and one read. When the agent asks, each rank waits at the end of its step until the agent has chosen a
+step that no rank has passed. All ranks go on to that step, and stop once more at the start of the next one,
+because a script's own counters, schedulers and data loaders are consistent there. Each rank writes into its
+file that it has stopped, and waits for the signal.
 
-- **STEP-1** a rank never waits longer than the limits that are given here and in the file.
-- **STEP-2** what goes wrong here never fails the training: without the file, the signal comes as ever.
-- **STEP-3** forked children do not count, and do not write to the file of their parent.
+- **STEP-1** a rank never waits longer than the limits in this module and in the file.
+- **STEP-2** a problem here never fails the training. A worker without the file gets the signal at any moment.
+- **STEP-3** forked children of a worker count no steps, and do not write to the file of their parent.
 """
 
 from __future__ import annotations
@@ -28,30 +30,34 @@ if TYPE_CHECKING:
     from typing import Any
 
 _CHOICE_LIMIT_NS = 5_000_000_000
-"""Nanoseconds for which a rank waits until the agents have chosen the step."""
+"""Maximum nanoseconds for which a rank waits at the end of a step until the agents have chosen a step."""
 
 _SIGNAL_LIMIT_NS = 120_000_000_000
-"""Maximum nanoseconds for which a rank waits for the signal, whatever the agent says."""
+"""Maximum nanoseconds for which a rank waits for the signal, even if the agent has set a later limit."""
 
 _UNNOTICED_NS = 50_000_000
 """Nanoseconds for which a rank waits after the agent has sent a signal whose arrival this module cannot see,
-because no handler in Python handles it in this thread.
+because no Python function handles the signal, or because the training does not run on the main thread.
 """
 
 _LONG_NS, _SHORT_STEPS = 1_000_000, 64
-"""Steps longer than this number of nanoseconds are measured one by one, shorter ones by this number."""
+"""A limit in nanoseconds, and a number of steps. If steps take longer than the limit, the time of each one is
+measured. Otherwise, the time of this number of steps is measured at once, which costs less.
+"""
 
 _NEVER = 1 << 62
 """Number of a step that is never reached."""
 
 _TRIES = 20
-"""Number of times that a worker tries to open its file."""
+"""Number of times that a worker tries again to open the file that it shares with its agent."""
 
 _TICK = 0.0001
 
 
 def _map_words() -> memoryview | None:
-    """Map the words of this worker's file; ``None`` if there is no file, or another process uses it."""
+    """Map the file in memory that this worker shares with its agent, as 8-byte numbers (words). Return
+    ``None`` if there is no such file, or if another process uses it.
+    """
     mark, _, path = os.environ.get(layout.VARIABLE, "").partition(":")
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
@@ -80,14 +86,15 @@ def _private_words() -> memoryview:
 
 
 def follow_steps(optimizers: Any, beat: Callable[[int | None], None] | None) -> None:
-    """Count the steps of optimizers, and let the agent choose one after which the ranks get a signal.
+    """Count the steps of torch's optimizers, and let the agent choose one after which all ranks get a signal.
 
-    The steps of the first optimizer that makes one count. After its destruction, those of the next one count.
+    Only one optimizer is counted: the first that makes a step. After its destruction, the next optimizer that
+    makes a step is counted.
 
     Args:
         optimizers: module ``torch.optim.optimizer``.
-        beat: function to call with the number of each counted step, and with ``None`` at steps of the other
-            optimizers. ``None`` if the agent does not watch the heartbeats.
+        beat: function that sends a heartbeat to the agent. It is called with the number of each counted step,
+            and with ``None`` at a step of another optimizer. ``None`` if the agent watches no heartbeats.
     """
     register = getattr(optimizers, "register_optimizer_step_post_hook", None)
     if register is None or not (beat or layout.VARIABLE in os.environ):
@@ -109,7 +116,7 @@ def follow_steps(optimizers: Any, beat: Callable[[int | None], None] | None) -> 
         counted = 0
 
     def on_other_step(optimizer: object) -> bool:
-        """Handle a step of an optimizer that is not counted so far. Return true if it counts from now on."""
+        """Handle a step of an optimizer that is not counted. Return true if it is counted from now on."""
         nonlocal counted, first, has_others
         if not counted:
             counted, first = id(optimizer), ref(optimizer, forget)
@@ -124,7 +131,7 @@ def follow_steps(optimizers: Any, beat: Callable[[int | None], None] | None) -> 
     def on_step(optimizer: object, _args: object, _kwargs: object) -> None:
         nonlocal count, due, words
         try:
-            # Count no compiled step, because torch would warn that it cannot trace the call.
+            # Do not count a compiled optimizer, because torch would warn that it cannot trace this call.
             if torch.compiler.is_compiling():
                 return
         except AttributeError:
@@ -134,8 +141,9 @@ def follow_steps(optimizers: Any, beat: Callable[[int | None], None] | None) -> 
         if beat is not None:
             beat(count)
         count += 1
-        # The agent first asks, and then reads the number of steps. Here, it is stored before the question is
-        # looked for. So either the agent sees this step, or this rank sees the question.
+        # The agent first writes into the file that it asks for an agreed step, and then reads the number of
+        # steps. Here, the number is written before this function looks whether the agent asks. So either
+        # the agent sees this step, or this rank sees that the agent asks.
         words[steps] = count
         if count >= due:
             words = boundary.map_again(words, count)
@@ -158,14 +166,16 @@ _boundary: _Boundary | None = None
 
 
 class _Boundary:
-    """What a rank does at the end of a step while the agent asks for something.
+    """Handles the boundary of two training steps, while the agent asks for a step after which all ranks get a
+    signal (the agreed step).
 
     Attributes:
-        counted: identity of the optimizer whose steps count.
-        others: identities of other optimizers that have made a step since the last counted step.
-        awaited: those that had done so in the step before. The next step has begun only after their steps.
-        tries: number of further attempts to open the worker's file.
-        detach: function after whose call the steps of optimizers do not count any more.
+        counted: identity (``id``) of the optimizer whose steps are counted.
+        others: identities of the other optimizers that have made a step since the last counted step.
+        awaited: what ``others`` was at the last counted step. The next training step begins only after all
+            of these optimizers have made a step again.
+        tries: number of attempts that are left to open the file that the worker shares with its agent.
+        detach: function that ends the counting of the optimizers' steps.
     """
 
     def __init__(self, optimizers: Any) -> None:
@@ -182,8 +192,8 @@ class _Boundary:
         self.detach: Callable[[], object] = int
 
     def map_again(self, words: memoryview, step: int) -> memoryview:
-        """Return the words of this worker's file. If they are not mapped yet, try again, because the agent
-        prepares the file while the workers are starting.
+        """Return the words (8-byte numbers) of the file that this worker shares with its agent. If the file
+        is not mapped yet, try again, because the agent prepares it while the workers are starting.
         """
         if words[Agreed.OWNER] or not self.tries:
             return words
@@ -194,8 +204,9 @@ class _Boundary:
         return mapped
 
     def measure(self, words: memoryview, step: int) -> int:
-        """Measure how long the steps take. Return at which step to do so again: at each step if they are
-        long, and rarely if the measurement would cost too much.
+        """Measure how long the steps take, and write that into the file for the agent. Return the number of
+        the step at which to measure again: the next step if steps are long. If they are short, a later one,
+        because measuring each step would cost too much.
         """
         now = monotonic_ns()
         if self._measured:
@@ -207,8 +218,9 @@ class _Boundary:
         return step + 1
 
     def reach(self, words: memoryview, step: int, *, is_start: bool = False) -> None:
-        """Handle the end of a step while the agent asks for an agreed step. ``is_start``: the next step
-        begins right here.
+        """Wait at the end of a step until the agent has chosen a step after which all ranks get a signal. If
+        that is this ``step``, have the rank wait for the signal at the start of the next one. ``is_start``:
+        true if the next step begins right here.
         """
         number = words[Agreed.NUMBER]
         if number == self._done:
@@ -232,8 +244,8 @@ class _Boundary:
             self._arm(words, number)
 
     def _arm(self, words: memoryview, number: int) -> None:
-        """Stop this thread at the start of the next step: when it takes a batch, calls a module, or makes
-        another step of the counted optimizer, whichever comes first.
+        """Install hooks that stop this thread at the start of the next training step: when it takes a batch
+        from a data loader, calls a module, or steps the counted optimizer again, whichever comes first.
         """
         self._thread = get_ident()
         from torch.nn.modules.module import register_module_forward_pre_hook
@@ -265,7 +277,9 @@ class _Boundary:
         self._undo.append(restore)
 
     def _ignore_warning(self) -> None:
-        """Keep compiled modules from warning about the hook for all modules, which is gone at their call."""
+        """Suppress a warning of torch's compiled modules about hooks for all modules. The warning does not
+        apply to the hook of :meth:`_arm`, because that hook is removed before the module does its work.
+        """
         from warnings import filters, filterwarnings
 
         filterwarnings("ignore", message=".*there are global hooks on modules")
@@ -283,14 +297,16 @@ class _Boundary:
             self._undo.pop()()
 
     def _begin(self, words: memoryview, number: int, *, is_last: bool = False) -> None:
-        """Wait for the signal if the next step begins now."""
+        """Wait for the signal if the next training step begins now. ``is_last``: true just before a step of
+        the counted optimizer, which is the last moment to wait.
+        """
         if self._undo and get_ident() == self._thread and (is_last or self.awaited <= self.others):
             self._disarm()
             _Stop(words, number).wait()
 
 
 class _Stop:
-    """Waits at the start of a step until the signal has come and its handler may run."""
+    """Lets a rank wait at the start of a training step until its signal has come, and runs its handler."""
 
     def __init__(self, words: memoryview, number: int) -> None:
         self._words, self._number = words, number
@@ -300,17 +316,17 @@ class _Stop:
         self._has_come = True
 
     def wait(self) -> None:
-        """Wait for the signal. Run the program's handler afterwards, which may raise an exception.
+        """Wait for the signal of the agent. Then run the program's handler, which may raise an exception.
 
-        Meanwhile a handler of this object is installed, because the arrival of a signal is not visible
-        otherwise: if the rank went on before its signal has come, it would be a step ahead of the others.
+        During the wait, another handler replaces the program's one, to note that the signal has come. A rank
+        that went on before its signal has come would be a step ahead of the other ranks.
         """
         import signal
 
         torch: Any = sys.modules.get("torch")
         words = self._words
         if torch is not None and torch.cuda.is_initialized():
-            # Leave no kernel running whose peer may be gone soon.
+            # Let the GPU finish its work. A collective that still ran would hang if another rank exited.
             torch.cuda.synchronize()
         signum = words[Agreed.SIGNAL]
         handler = signal.getsignal(signum)
@@ -343,7 +359,7 @@ def _is_main_thread() -> bool:
 
 
 class _Calls:
-    """The calls of :func:`checkpoint_requested` in this process."""
+    """Counts the calls of :func:`checkpoint_requested` in this process as steps, and finds their answers."""
 
     def __init__(self) -> None:
         import signal
@@ -384,15 +400,16 @@ _calls: _Calls | None = None
 def checkpoint_requested() -> str:
     """Return whether to save a checkpoint now. Call this once in each step, at the same place on all ranks.
 
-    All ranks get the same answer in the same step, also on several nodes, without a collective. It is for
-    training loops whose steps elasticrs cannot count, because the optimizer is compiled or is not torch's;
-    and for programs that do not want to handle signals. From the first call on, SIGTERM, SIGUSR1 and SIGUSR2
-    only set the answer if the program has no handlers of its own for them. A call takes some microseconds.
+    All ranks get the same answer in the same step, also on several nodes, without a collective. Use this
+    function in training loops whose steps elasticrs cannot count, because the optimizer is compiled or is not
+    torch's. Use it also in programs that do not want to handle signals: if such a program has no handlers for
+    SIGTERM, SIGUSR1 and SIGUSR2, these signals only set the answer from the first call on, and do not end the
+    program. A call takes some microseconds.
 
     Returns:
-        An empty text, or ``"save"`` (save a checkpoint and go on), or ``"stop"`` (save a checkpoint and exit,
-        because the agent stops the workers: after ``--shutdown-timeout``, it kills them). Always an empty
-        text in a program that no agent of elasticrs has started.
+        An empty text if nothing is requested. ``"save"`` to save a checkpoint and go on. ``"stop"`` to save a
+        checkpoint and exit, because the agent stops the workers, and kills them after ``--shutdown-timeout``.
+        Always an empty text in a program that no agent of elasticrs has started.
     """
     global _calls  # noqa: PLW0603 -- one for each process
     if _calls is None:

@@ -225,8 +225,8 @@ def _page(variable: str) -> memoryview | None:
 
 
 def beat_with_steps(optimizers: object) -> None:
-    """Count the steps of optimizers, and send a heartbeat after each of them if the agent watches. Also start
-    the thread that writes torch's logs of collectives when the agent asks for them.
+    """Count the steps of torch's optimizers, and send a heartbeat to the agent after each step if the agent
+    watches heartbeats. Also start the thread that writes torch's logs of collectives when the agent asks.
     """
     from elasticrs._engine.inside.boundary import follow_steps
     from elasticrs._engine.inside.flight import answer_with_record
