@@ -47,16 +47,18 @@ def is_job_of_several_nodes() -> bool:
 
 
 class Agreement:
-    """What the nodes have agreed on.
+    """Result of the nodes' agreement on the training step that all ranks restore.
 
     Attributes:
-        plan: the agent's plan, with the step to restore and the place of the copy.
-        handover: server from which other nodes download this rank's copy; ``None`` if no other node needs it.
-            It must run until all ranks have completed a training step.
-        store: the store in which the nodes have met; ``None`` if the job has one node.
-        nodes: first rank and number of ranks of each node, if each node is to keep copies of another one.
-        is_restored: true when all ranks have restored their state. Nodes that cannot download a copy later
-            tell the user themselves.
+        plan: the plan in which the agent told this worker what to restore, completed with the step on which
+            the nodes have agreed and the place of its copy.
+        handover: server from which other nodes download this rank's copies; ``None`` if no other node needs
+            them. The server must run until all ranks have completed a training step.
+        store: the store through which the nodes have agreed; ``None`` if the job has one node.
+        nodes: for each node, its first rank and its number of ranks, if each node keeps copies of another
+            node (``--keep-peers``); otherwise ``None``.
+        is_restored: true when all ranks have restored their state. From then on, ``handover`` does not report
+            failed downloads, because the nodes that download report them.
     """
 
     def __init__(self, plan: dict[str, Any], store: Store | None) -> None:
@@ -69,10 +71,11 @@ class Agreement:
 def agree(
     plan: Mapping[str, Any], file: KeepFile, other: int | None, say: Callable[[str], None]
 ) -> Agreement:
-    """Agree with the other nodes on the step to restore, and download a copy of it if this node has none.
+    """Agree with the other nodes on the training step to restore. Download a copy of this step from another
+    node if this node has none.
 
-    ``other`` is the step of which the program has another state, such as a checkpoint. If it is newer, and
-    all nodes have it, no node restores any copy.
+    ``other`` is the step of another state that the program has, such as a checkpoint on a disk. If all nodes
+    have this state, and it is newer than the copies in memory, no node restores a copy.
 
     Raises:
         OffError: the nodes have no store in which they could meet.
@@ -129,7 +132,7 @@ FACTS = ("step", "exact", "behind", "why", "kept_by", "ranks", "at_death", "lost
 
 
 _OF_NODE = ("holdings", "partners", "has_peers", "barred_from", "refused", "ranks_before", "was_replicated")
-"""Fields of the plan that are about one node, and that its first worker publishes."""
+"""Fields of the agent's plan that describe one node. The node's first worker publishes them in the store."""
 
 
 class Store:
@@ -164,12 +167,12 @@ class Store:
         return found
 
     def has(self, key: str) -> bool:
-        """Return true if the key exists. Do not wait for it."""
+        """Return true if the key exists now. Do not wait until it does."""
         has: bool = self._store.check([key])
         return has
 
     def add(self, key: str, number: int) -> int:
-        """Add a number to a counter, and return the sum."""
+        """Add ``number`` to the counter that the store has under ``key``. Return the counter's new value."""
         total: int = self._store.add(key, number)
         return total
 
@@ -219,10 +222,11 @@ def chosen(found: Sequence[Mapping[str, Any]], world: int) -> dict[str, Any]:
         world: number of ranks of this attempt.
 
     Returns:
-        The fields of the plan that are the same for all ranks, and ``replicated``. With a step also ``where``
-        (node, local rank, slot and sequence number of each copy, by the rank that made it). ``nodes`` has the
-        first rank and the number of ranks of each node, and ``has_peers`` is true if each node keeps copies
-        of another one.
+        The fields of the plan that are the same for all ranks (:data:`FACTS`), and further ones:
+        ``replicated`` is true if all ranks have the same state. ``nodes`` has the first rank and the number
+        of ranks of each node. ``has_peers`` is true if each node keeps copies of another node. If a step is
+        chosen, ``where`` has the place of each copy (node, local rank, slot, and sequence number), by the
+        rank that made the copy.
     """
     nothing: dict[str, Any] = {"step": None, "exact": True, "behind": [], "kept_by": [], "ranks": 0}
     nothing |= {
@@ -273,7 +277,8 @@ def chosen(found: Sequence[Mapping[str, Any]], world: int) -> dict[str, Any]:
     }
     own = {now[places[rank]]: rank for rank, holding in holdings.items() if holding.has_small(choice.step)}
     if not choice.is_replicated:
-        # Each rank's copy contains its small state. A rank without one uses that in its own file.
+        # A copy contains the small state (random numbers and the like) of the rank that made it. A rank that
+        # has made no copy uses the small state in its own file.
         own = {rank: rank for rank in now.values() if rank in choice.kept_by or own.get(rank) == rank}
     where = {}
     from_partners: dict[str, list[int]] = {}
@@ -301,7 +306,9 @@ def chosen(found: Sequence[Mapping[str, Any]], world: int) -> dict[str, Any]:
 
 
 def _why_no_peers(found: Sequence[Mapping[str, Any]]) -> str:
-    """Return why no node keeps copies of another one, although it should (``--keep-peers``)."""
+    """Return why no node keeps copies of another node, although a node has the option ``--keep-peers``.
+    Return an empty text if each node keeps them.
+    """
     lacking = [node for node, each in enumerate(found) if not each["has_peers"]]
     if lacking:
         return f"node {lacking[0]} was started without --keep-peers 1"
@@ -315,7 +322,10 @@ def _why_no_peers(found: Sequence[Mapping[str, Any]]) -> str:
 def _add_partners(
     found: Sequence[Mapping[str, Any]], holdings: dict[int, Holding], places: dict[int, tuple[int, int]]
 ) -> None:
-    """Add the copies that partners have of ranks whose own node is lost, or has missed an attempt."""
+    """Add the copies that partners (nodes that keep a second copy of another node's state) have of ranks
+    whose own node is lost, or has missed an attempt. ``holdings`` says which steps each rank has copied, and
+    ``places`` has the node and the local rank whose file contains these copies.
+    """
 
     def newest(holding: Holding) -> tuple[int, int]:
         return max(((slot.attempt, slot.step) for slot in holding.slots), default=(-1, -1))
@@ -331,8 +341,9 @@ def _add_partners(
 
 
 def _saved_facts(found: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-    """Return the facts of the state that an earlier job has saved (``--keep-save``), because no step is in
-    memory. All nodes must see the same one.
+    """Return the choice to restore the state that an earlier job has saved on a disk (``--keep-save``). This
+    is called if no step can be restored from memory. If the nodes do not all find the same saved state, or
+    the program has a newer state, return only the reason why none is restored.
     """
     saved = found[0]["saved"]
     without = [group_rank for group_rank, each in enumerate(found) if each["saved"] != saved]
@@ -369,7 +380,9 @@ def _add_copy(
     file: KeepFile,
     say: Callable[[str], None],
 ) -> None:
-    """Add the place of the copy that this rank restores to the plan. Download it if no file here has it."""
+    """Add to the plan where the copy is that this rank restores. If no file of this node has this copy,
+    download it first.
+    """
     group_rank, local_rank = own
     holder, (node, local, slot, sequence) = source_of(choice, *own, int(os.environ["RANK"]))
     plan["partner"] = node if slot >= layout.SLOTS else None
@@ -411,8 +424,9 @@ def _offer(
     bandwidth: float,
     say: Callable[[str], None],
 ) -> Handover:
-    """Start to serve the copies in this rank's files to other nodes, and publish the address. The slots of
-    the second file, with copies of another node's rank, are numbered from :data:`.layout.SLOTS` on.
+    """Start a server from which other nodes can download the copies in this rank's files, and publish its
+    address. The first file has this rank's own copies. The second one, if there is one, has copies of another
+    node's rank, and the numbers of its slots (regions for one copy) begin at :data:`.layout.SLOTS`.
     """
     pace, slots = Pace(bandwidth), [slot for file in files for slot in file.slots]
 
@@ -424,7 +438,9 @@ def _offer(
             slot = slots[int(copy)]
             is_of_partner = int(copy) >= layout.SLOTS
             if part == "head" and is_of_partner and not is_intact(slot):
-                slot.drop()  # The rank that made the copy cannot do so. The next attempt chooses another one.
+                # Delete the damaged copy, so that the next attempt chooses another one. The rank that made
+                # the copy is on another node, and cannot delete it.
+                slot.drop()
                 raise ValueError("the checksum is wrong")
         private, words, index = slot.read_only()
         data = memoryview(private)[words[Slot.DATA_AT] :][: words[Slot.DATA_LENGTH]]
@@ -443,11 +459,13 @@ def _offer(
 
 
 _PACED = "paced "
-"""Prefix of the name of a copy that is sent in the background. After it comes a step, not a slot's number."""
+"""Prefix in the name under which a copy is downloaded in the background of the training. After this prefix
+comes the copy's step. The names of other copies are numbers of slots.
+"""
 
 
 def is_intact(slot: SlotRegion) -> bool:
-    """Return true if the checksum of the copy in a slot is right."""
+    """Return true if the copy in a slot has the checksum that was stored when it was made."""
     import torch
 
     from elasticrs._engine.inside.keep.copier import digest_of
@@ -458,15 +476,18 @@ def is_intact(slot: SlotRegion) -> bool:
 
 
 def offer_of(record: Mapping[str, Any]) -> Offer:
-    """Return the offer that another worker has published in the store."""
+    """Return the offer of another worker: the address of the server from which its copies are downloaded.
+    ``record`` is what that worker has published in the store.
+    """
     return Offer((str(record["host"]), int(record["port"])), str(record["secret"]))
 
 
 def take_paced(
     offer: Offer, step: int, file: KeepFile, memory: int, kept: Collection[int], least_rate: float
 ) -> int:
-    """Download another rank's own copy of a step in the background; see :func:`take_copy`. ``least_rate`` is
-    the minimum number of bytes per second.
+    """Download the copy of ``step`` that another rank has made, in the background of the training. The other
+    arguments and the result are those of :func:`take_copy`. The download fails if the other rank sends fewer
+    than ``least_rate`` bytes per second.
     """
     get = partial(take, is_checked=True, least_rate=least_rate)
     return take_copy(offer, f"{_PACED}{step}", file, memory, kept=kept, get=get)
@@ -481,18 +502,19 @@ def take_copy(
     kept: Collection[int] = (),
     get: Callable[[Offer, str, memoryview], None] = take,
 ) -> int:
-    """Download a copy into that slot of the file that has the older copy.
+    """Download a copy of another worker into a slot (a region for one copy) of a file. Of the slots that are
+    not in ``kept``, use an empty one, or that with the oldest copy.
 
     Args:
-        offer: what the other worker has published.
-        copy: name of the copy there: the number of its slot.
+        offer: address of the other worker's server.
+        copy: name of the copy on that server: the number of its slot there, or as :data:`_PACED` says.
         file: the file into which the copy is written.
-        memory: maximum bytes of the copy.
-        kept: numbers of slots whose copies are not replaced.
-        get: downloads a part of the copy.
+        memory: maximum size of the copy in bytes.
+        kept: numbers of slots of ``file`` whose copies must not be replaced.
+        get: function that downloads a part of the copy.
 
     Returns:
-        The number of the slot.
+        The number of the slot in ``file``.
 
     Raises:
         OSError: the copy cannot be downloaded.
