@@ -29,10 +29,15 @@ _OF_LAUNCHER = {
     "LOCAL_WORLD_SIZE": "local_world",
     "TORCHELASTIC_RUN_ID": "run_id",
 }
-"""Variables that each launcher sets for its workers, and the members of the plan that have the same value."""
+"""Environment variables that each launcher, such as elasticrun or torchrun, sets for its workers. Next to
+each one is the name of the member with the same value in the plan, in which the agent tells its worker what
+to restore. The two values differ if another launcher has started this process.
+"""
 
 _PATIENCE, _PAUSE = 60.0, 0.001
-"""Maximum seconds to wait for the first plan, and between two looks for it."""
+"""Two times in seconds: for how long a worker waits at most until the agent has written the first plan, and
+the pause between two looks for it.
+"""
 
 
 class OffError(Exception):
@@ -40,7 +45,9 @@ class OffError(Exception):
 
 
 class ForeignError(OffError):
-    """Raised if this process, or this ``Keep``, is not the one whose state the agent's file is for."""
+    """Raised if the agent's file is meant for the training state of another process, or of another ``Keep``
+    object of this process.
+    """
 
 
 class KeepFile:
@@ -99,7 +106,8 @@ class KeepFile:
             if head == (layout.MAGIC, self._mark) and found.st_size >= layout.REGIONS_AT:
                 return descriptor
             os.close(descriptor)
-            # The agent writes the first plan, and then the head, while the workers are starting.
+            # While the head of the file is empty, wait. The agent writes the first plan, and then the head,
+            # while the workers are starting.
             if any(head) or found.st_nlink:
                 raise OffError("the agent's memory is not visible in this container")
             if monotonic() > give_up_at:
@@ -110,8 +118,9 @@ class KeepFile:
         """Return the plan, in which the agent tells this rank what to restore in this attempt.
 
         Raises:
-            ForeignError: another launcher has started this process. If a worker is itself a launcher, such as
-                torchrun, its workers inherit the variable that names the worker's file.
+            ForeignError: another launcher has started this process. This happens if a worker of the agent is
+                itself a launcher, such as torchrun, because its own workers inherit the environment variable
+                that names the file.
             OffError: the plan is damaged.
         """
         descriptor = self._open()
@@ -134,10 +143,12 @@ class KeepFile:
         return plan
 
     def tell_agreed(self, plan: Mapping[str, Any], facts: Mapping[str, Any]) -> None:
-        """Add to the plan on which step the nodes have agreed, for the agent."""
+        """Write into the plan, where the agent reads it, on which training step the nodes have agreed.
+        ``facts`` are this step and what else the agent must know about it.
+        """
         text = json.dumps({**plan, "agreed": facts}).encode()
         if len(text) > layout.MAX_PLAN:
-            return  # The agent will not tell the user, but rank 0 does.
+            return  # The agent cannot tell the user about the step then. But rank 0 does so.
         descriptor = self._open()
         try:
             os.pwrite(descriptor, layout.pack([len(text)]) + text, layout.PLAN_AT)
@@ -146,11 +157,11 @@ class KeepFile:
         self.words[Head.IS_AGREED] = 1
 
     def join(self, rank: int, world: int, attempt: int, mode: int) -> None:
-        """Record in the file that this process uses it.
+        """Record in the file that this process copies its state into it.
 
         Raises:
-            ForeignError: another process of this rank has used it in this attempt. The copies in the file are
-                those of its program.
+            ForeignError: another process of the same rank has already done so in this attempt. So the copies
+                in the file are those of that process.
         """
         owner, own = self.words[Head.PID], os.getpid()
         if owner not in (0, own):
@@ -163,7 +174,9 @@ class KeepFile:
         self.words[Head.PID] = own
 
     def tell(self, reason: str) -> None:
-        """Record in the file why this rank does not keep its state any more, or could not load it."""
+        """Record in the file why this rank has stopped copying its state, or could not load the copied state.
+        The agent tells the user.
+        """
         text = reason.encode(errors="replace")[: layout.MAX_REASON]
         self._head[layout.REASON_AT : layout.REASON_AT + len(text)] = text
         self.words[Head.REASON_LENGTH] = len(text)

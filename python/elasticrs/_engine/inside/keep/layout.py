@@ -33,7 +33,9 @@ SLOTS = 2
 
 
 REASON_AT = 2048
-"""Offset of the reason why the worker does not keep its state any more, or could not load it, as text."""
+"""Offset of a text: the reason why the worker has stopped copying its state, or why it could not load the
+copied state.
+"""
 
 MAX_REASON = 512
 
@@ -78,69 +80,77 @@ class Head:
     ENDED_AT = 24
     """Time at which the last step was completed, in nanoseconds of the monotonic clock."""
     CHANGES = 25
-    """Number of times that an optimizer has changed the state before the first step was completed."""
+    """Number of times that an optimizer has changed the parameters before this rank completed its first
+    training step of this attempt.
+    """
     REASON_LENGTH = 26
-    """Length in bytes of the text at :data:`REASON_AT`."""
+    """Length in bytes of the text at :data:`REASON_AT`; 0 if there is no text."""
     REFUSED = 27
-    """The step that the worker could not load in this attempt."""
+    """The step whose copy the worker could not load at the start of this attempt."""
     IS_AGREED = 28
-    """1 if the workers of several nodes have agreed on a step, and the plan says on which."""
+    """1 if the workers of all nodes have agreed on the step that they restore, and one of them has written
+    this step into the plan for the agent.
+    """
     SECURED = 29
-    """The newest step of which each rank has a copy, and another node has a second copy of each state that is
-    on one node only (``--keep-peers``).
+    """The newest step that can be restored after the loss of any one node (``--keep-peers``): each rank has a
+    copy of this step, and each copy has an equal one on another node.
     """
     WAS_REPLICATED = 30
     """1 if the ranks of several nodes have found that they all have the same state. Never reset."""
     TWINS = 31
-    """First of three words: the ranks that have the same part of a sharded state as this rank, by the first
-    one, the distance from one to the next, and their number; 0 if there are no others. Never reset.
+    """First of three words that say which ranks have the same part of a sharded state as this rank: the first
+    of these ranks, the distance from each to the next, and their number. All three words are 0 if no other
+    rank has the same part. Never reset.
     """
     COUNT = 34
 
 
 class Agreed:
-    """Indices of the words in the head of the file by which agent and worker agree on the step after which
-    all ranks get a signal. :mod:`elasticrs._engine.inside.boundary` describes how.
+    """Indices of further words in the head of the file. With them, the agent and the worker agree on the
+    training step after which the agent sends a signal to all ranks.
+    :mod:`elasticrs._engine.inside.boundary` describes how.
     """
 
     NUMBER = 64
-    """Number of the agent's request. This and the next words are the agent's."""
+    """Number of the agent's request for such a step. The agent writes this word and those up to ``UNTIL``."""
     STATE = 65
-    """A code of :class:`AgreedState`."""
+    """Code of :class:`AgreedState`: what the worker is to do at the end of a step."""
     STEP = 66
-    """Number of steps after which the ranks get the signal."""
+    """The chosen step: the number of optimizer steps after which the ranks get the signal."""
     SIGNAL = 67
     UNTIL = 68
     """Time until which the ranks wait for the signal, in nanoseconds of the monotonic clock."""
     OWNER = 72
-    """Pid of the process whose steps are counted. This and the next words are the worker's."""
+    """Pid of the worker process whose steps are counted. The worker writes this word and those after it."""
     STEPS = 73
-    """Number of steps of the optimizer that this process has ended."""
+    """Number of optimizer steps that this process has completed."""
     TIME = 74
-    """Time at which a step ended, in nanoseconds of the monotonic clock. It is the last step if steps take
-    more than a millisecond.
+    """Time at which a step ended, in nanoseconds of the monotonic clock. If steps take more than a
+    millisecond, this is the end of the last step, and otherwise that of a step up to 64 steps before.
     """
     DURATION = 75
-    """Nanoseconds that a step takes; 0 if that is unknown."""
+    """Nanoseconds that a recent step took; 0 if that is not known yet."""
     READY = 76
-    """Number of the request for which this rank stands at the start of a step and waits for the signal."""
+    """Number of the request for which this rank has completed the chosen step. It has stopped at the start of
+    the next step, and waits for the signal.
+    """
     MISSED = 77
-    """Number of the request that this rank could not follow, because it had passed the step already, or
-    because it has waited too long for the agent.
+    """Number of the agent's request that this rank could not follow, because it had already passed the chosen
+    step, or had waited too long for the agent's choice.
     """
     END = 78
 
 
 class AgreedState:
-    """What the ranks are to do at the end of a step."""
+    """What the agent tells the ranks to do at the end of a training step."""
 
     NONE = 0
     WAIT = 1
-    """Wait until the agents have chosen the step."""
+    """Wait until the agents of all nodes have chosen the step after which the ranks get the signal."""
     ACT = 2
-    """Go on to the chosen step, and wait for the signal at the start of the next one."""
+    """Train until the chosen step is complete. Then wait for the signal at the start of the next step."""
     SENT = 3
-    """The signal is on its way."""
+    """The agent is sending the signal to the ranks."""
 
 
 class Mode:

@@ -202,15 +202,19 @@ def open_copies(readable: Mapping[str, Any], own: KeepFile | None = None) -> lis
 
 
 def export_saved(folders: Sequence[str], out: str) -> int:
-    """Write a checkpoint of ``torch.distributed.checkpoint`` into the new folder ``out``. Make it from the
-    newest training state that a job has saved in ``folders`` (``--keep-save``; the folders of all nodes, if
-    each has its own). Return the step of that state.
+    """Convert the newest training state that a job has saved (``--keep-save``) to a checkpoint of
+    ``torch.distributed.checkpoint``. Return the training step of that state.
+
+    Args:
+        folders: the folder in which the job has saved the state. If each node has its own folder on its own
+            disk, the folders of all nodes.
+        out: the folder into which the checkpoint is written. It must not exist.
 
     Raises:
         FileNotFoundError: nothing is saved in the folders.
         FileExistsError: ``out`` exists.
-        ValueError: the saved state is damaged, or the part of a node is missing.
-        RuntimeError: a copy in the saved state is damaged.
+        ValueError: a record of the saved state is damaged, or a node's part of the state is missing.
+        RuntimeError: a saved copy is damaged.
         OSError: the checkpoint cannot be written.
     """
     from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner

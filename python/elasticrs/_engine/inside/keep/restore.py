@@ -95,18 +95,21 @@ class Kept:
 def small_state(
     file: KeepFile, kept: Kept, own: int | None, *, is_own: bool = False
 ) -> tuple[dict[str, Any] | None, list[str]]:
-    """Return this rank's small state (random numbers and the like) at the step of ``kept``; ``None`` if its
-    file has none. Also return the names of those parts that are probably older than the end of the step.
+    """Return two values: the small state of this rank (its random numbers and the like) at the training step
+    of the copy ``kept``, or ``None`` if this rank has no record of it; and the names of those parts of the
+    small state that are probably older than the end of the step.
 
-    If this rank did not reach the end of the step, its last record is from the middle of the step, and lacks
-    what the program did after that. So a part of it is replaced by the same part of the rank that made the
-    copy, if these parts of both ranks were equal at the end of the step before.
+    If this rank failed before the end of the step, it recorded its small state only in the middle of the
+    step, before the optimizer ran, and so lacks later changes. Therefore, a part (such as the state of one
+    object) is taken from the rank that made ``kept``, if both ranks had an equal part at the end of the step
+    before.
 
     Args:
-        file: the file of this rank.
+        file: the file into which this rank writes its copies and records.
         kept: the copy of parameters and optimizer states that this rank restores. Any rank may have made it.
-        own: slot of ``file`` in which this rank itself has copied the step; ``None`` if there is none.
-        is_own: true if this rank has made ``kept``, in whatever file it is now.
+        own: number of the slot (a region of ``file``) with this rank's own copy of the step; ``None`` if this
+            rank has not copied the step.
+        is_own: true if this rank has made ``kept``. This copy may be in ``file`` or in another file.
 
     Raises:
         DamagedError: this rank's own copy of the step is damaged.
