@@ -1,14 +1,16 @@
-"""Agent's side of the agreed step: has all workers of the job get a signal at the start of the same step.
+"""The agent's side of the agreed step, the training step after which all workers of the job get a signal.
 
 A signal that reaches the ranks in different steps makes them save different states, or hang in a barrier of
-their handlers. So the agent holds a signal back, and asks the workers through their files in memory
-(:class:`.layout.Agreed`) to wait at the end of their steps. It chooses the step after the newest that one of
-them has ended, lets them go on to it, and sends the signal as ever when all of them stand at the start of the
-next step. :mod:`elasticrs._engine.inside.boundary` is the workers' side.
+their handlers. So the agent holds the signal back. Through files in memory that it shares with the workers
+(:class:`.layout.Agreed`), it asks them to wait at the end of their steps. It chooses the step after the
+newest one that a worker has ended, and lets the workers go on to it. When all of them stand at the start of
+the step after that, it sends the signal. :mod:`elasticrs._engine.inside.boundary` is the workers' side.
 
-- **AGREE-1** A signal is sent exactly once, at the latest when the hold is over, however the workers behave.
-- **AGREE-2** A failure, a second stop request and the end of the attempt end the hold at once.
-- **AGREE-3** While nothing is asked, there is no wake-up.
+- **AGREE-1** However the running workers behave, the agent sends a signal exactly once, at the latest after
+  the maximum time for which it may hold the signal back.
+- **AGREE-2** The agent stops holding a signal back at once if a rank fails, if a second request to stop
+  comes, or if the attempt (one start of all workers) ends.
+- **AGREE-3** While the agent asks the workers for nothing, this module does not wake it up.
 """
 
 from __future__ import annotations
@@ -33,43 +35,49 @@ if TYPE_CHECKING:
     Exchange: TypeAlias = Callable[["Progress | None"], "list[Progress | None]"]
 
 LONGEST_HOLD = 10.0
-"""Maximum seconds for which a stop is held back. A third of ``--shutdown-timeout`` if that is less."""
+"""Maximum seconds for which the agent holds back a signal that stops the workers. A third of
+``--shutdown-timeout`` if that is less.
+"""
 
 KEYBOARD_HOLD = 2.0
-"""Maximum seconds for which a signal from the keyboard is held back, because its sender waits."""
+"""Maximum seconds for which a signal from the keyboard is held back. It is short because a user waits."""
 
 SAVE_HOLD = 60.0
-"""Maximum seconds for which a signal that does not stop the job is held back."""
+"""Maximum seconds for which a signal that does not stop the job is held back, such as a request to save."""
 
 _SETTLE = 0.001
-"""Seconds between the question and the look at the workers' steps. A step that a worker had ended without
-seeing the question is visible by then: a processor keeps a store to itself for less than a microsecond.
+"""Seconds from when the agent writes into the workers' files that it asks for a common step, until it reads
+there how many steps they have ended. By then, it also sees a step that a worker ended without noticing the
+request, because a processor delays a write to memory for less than a microsecond.
 """
 
 _TICK, _LATER_TICK, _SOON = 0.001, 0.01, 0.5
-"""Seconds between two looks, in the first half second and later."""
+"""Seconds between two looks at the workers' files soon after a request, and later. Then the number of seconds
+that count as soon.
+"""
 
 _EXCHANGE_LIMIT = 2.0
-"""Seconds for which an agent waits for what the agents of the other nodes say."""
+"""Maximum seconds for which an agent waits until those of the other nodes tell the steps of their ranks."""
 
 _SLACK = 0.5
-"""Seconds that an exchange may take beyond its limit, for example to connect to the store."""
+"""Seconds that the nodes' exchange of steps may take beyond its limit, for example to reach the store."""
 
 _RESET = 5.0
-"""Seconds after a signal was sent after which the workers' files say that nothing is asked."""
+"""Seconds from when a signal is sent until the agent notes in the workers' files that it asks for nothing."""
 
 _STALL = 5.0
-"""Maximum seconds for which a rank that stands at the start of a step waits for the others."""
+"""Maximum seconds for which a signal is held back after the first rank has stopped to wait for it."""
 
 _SANE_STEPS = 1 << 62
 
 
 class Delivery(Value):
-    """How a signal was sent to the workers.
+    """How the agent has sent a signal to the workers.
 
     Args:
-        step: number of optimizer steps that each rank has ended in this attempt; ``None`` without agreement.
-        why: why the ranks have not agreed on a step; empty if they have, or need not.
+        step: number of optimizer steps, since the start of the workers, after which all ranks got the signal.
+            ``None`` if the ranks have not agreed on a step.
+        why: why the ranks have not agreed on a step. Empty if they have, or if no rank needs that.
         waited: seconds for which the signal was held back.
     """
 
@@ -80,16 +88,16 @@ class Delivery(Value):
 
 
 class Standing(Value):
-    """What a worker has written about its steps.
+    """What a worker has written about its training steps, into the file that it shares with the agent.
 
     Args:
         is_training: true if the worker has imported torch's optimizers.
-        steps: number of steps that it has ended.
-        at: time at which a step ended: the last one, unless steps are short. In seconds of the monotonic
-            clock.
+        steps: number of steps that the worker has ended.
+        at: time at which the worker ended a step, in seconds of the monotonic clock. It is the last step if
+            steps are not short.
         duration: seconds that a step takes; 0 if unknown.
-        ready: number of the request for whose signal the worker waits at the start of a step.
-        missed: number of the request that the worker could not follow.
+        ready: number of the agent's request for which the worker has stopped at the start of a step.
+        missed: number of the agent's request that the worker could not follow, because it was too late.
     """
 
     is_training: bool = False
@@ -106,21 +114,25 @@ class Standing(Value):
 
 
 class Progress(Value):
-    """Numbers of steps that the slowest and the fastest rank have ended."""
+    """Numbers of training steps that the slowest and the fastest rank of a node have ended."""
 
     least: int
     most: int
 
 
 class Send(Value):
-    """Send the signal now. ``why``: reason why the ranks are not at the agreed step."""
+    """The decision to send a signal now. ``why``: reason why the ranks are not at the agreed step. Empty if
+    they are, or if there are no ranks.
+    """
 
     why: str = ""
 
 
 def progress(seen: Mapping[int, Standing], until: float) -> Progress | Send:
-    """Return what the ranks of this node, by local rank, have done. Call this when all of them either wait at
-    the end of a step, or will see the question when they end one. ``until``: time at which the hold is over.
+    """Return how many steps the ranks of this node have ended, or the decision to send the signal now,
+    because they cannot wait for a common step. Call this when each rank either waits at the end of a step, or
+    will see there that the agent asks for that. ``seen``: what the ranks have written, by local rank.
+    ``until``: time at which the signal is sent in any case.
     """
     if not seen:
         return Send()
@@ -134,8 +146,9 @@ def progress(seen: Mapping[int, Standing], until: float) -> Progress | Send:
 
 
 def common_step(nodes: Sequence[Progress | None]) -> int | Send:
-    """Choose the number of steps after which all ranks get the signal. ``nodes``: what the ranks of each node
-    have done; ``None`` for a node whose ranks cannot wait for a step.
+    """Choose the number of steps after which all ranks get the signal, or decide to send it now because there
+    is no such number. ``nodes``: how many steps the ranks of each node have ended; ``None`` for a node whose
+    ranks cannot wait for a step.
     """
     spans = [each for each in nodes if each is not None]
     if len(spans) < len(nodes):
@@ -149,18 +162,19 @@ def common_step(nodes: Sequence[Progress | None]) -> int | Send:
 def exchange(
     open_store: Callable[[], Store], rank: int, size: int, name: str, own: Progress | None
 ) -> list[Progress | None]:
-    """Tell the other nodes of this round what the ranks of this node have done. Return what all nodes say.
-    Blocks for at most some seconds.
+    """Tell the other nodes how many steps the ranks of this node have ended. Return what all nodes have told.
+    Block for at most some seconds. The nodes use the store of their round (an attempt of all nodes).
 
-    Each request has a generation. If a node does not answer in time, the others withdraw what they have said,
-    and the next request begins a new generation, so that nobody takes an old answer for a new one.
+    Each exchange has a number (its generation), which is a part of its keys. If a node does not answer in
+    time, the nodes that wait for it withdraw their own answers, and the next exchange gets another number. So
+    no node takes an old answer for a new one.
 
     Args:
-        open_store: opens the round's store; its keys belong to this round alone.
+        open_store: function that opens the store of the round. Its keys belong to this round alone.
         rank: rank of this node in the round.
         size: number of nodes in the round.
-        name: what the nodes are asked for.
-        own: what the ranks of this node have done; ``None`` if they cannot wait for a step.
+        name: name of the signal or request for which the nodes choose a common step.
+        own: how many steps the ranks of this node have ended; ``None`` if they cannot wait for a step.
 
     Raises:
         DistError: another node has not answered in time, or the store is lost.
@@ -188,8 +202,9 @@ def exchange(
 
 
 def look(seen: Mapping[int, Standing], number: int, *, is_over: bool) -> Send | None:
-    """Return whether to send the signal of request ``number`` now that the step is chosen. ``seen`` has the
-    workers that still run, by local rank. ``is_over``: the ranks have waited for long enough.
+    """Decide whether to send the signal now. The step after which the ranks get it is chosen already. Return
+    ``None`` to wait for more ranks. ``seen``: what the running workers have written, by local rank.
+    ``number``: number of the agent's request. ``is_over``: true if it must not be held back any longer.
     """
     if late := [rank for rank, each in seen.items() if each.missed == number]:
         return Send(f"{phrases.local_ranks_text(late)} had passed the agreed step")
@@ -200,14 +215,17 @@ def look(seen: Mapping[int, Standing], number: int, *, is_over: bool) -> Send | 
 
 
 class AgreedSteps:
-    """The requests of one agent to send a signal at an agreed step, one at a time.
+    """Sends signals to the workers of an agent, one at a time, each at an agreed step (a training step after
+    which all ranks of the job get the signal).
 
     Args:
-        find_files: returns the workers' files in memory; ``None`` if there are none. Then no signal is held
-            back.
-        running: returns the pids of the running workers by local rank.
-        keep_grace: maximum seconds that the workers may take to copy their states before they get a signal.
-        handles: returns true if a process (pid) handles a signal; ``None`` if it has exited.
+        find_files: function that returns the files in memory that the agent shares with its workers; ``None``
+            if there are none. Then no signal is held back.
+        running: function that returns the pids of the running workers by local rank.
+        keep_grace: maximum seconds that workers may take to copy their training state before a signal.
+        say: function that prints a line for the user.
+        handles: function that returns true if the process with a pid handles a signal; ``None`` if it has
+            exited.
     """
 
     def __init__(
@@ -225,13 +243,15 @@ class AgreedSteps:
         self._reset_at: float | None = None
 
     def begin_attempt(self, files: KeepFiles | None) -> None:
-        """Forget what the workers of the last attempt have written. None of them may be running."""
+        """Erase from the workers' files what the agent and the workers have written about steps in the last
+        attempt (the last start of the workers). None of its workers may be running.
+        """
         self._reset_at = None
         if files is not None:
             files.ask(Agreed.NUMBER, [0] * (Agreed.END - Agreed.NUMBER))
 
     def is_held(self, signum: int) -> bool:
-        """Return true if this signal is being held back, so that another one like it means the same."""
+        """Return true if a signal of this number is held back. Then another one requests nothing new."""
         return self._open is not None and self._open.signum == signum
 
     def begin(
@@ -242,16 +262,16 @@ class AgreedSteps:
         tell: Tell | None = None,
         exchange: Exchange | None = None,
     ) -> None:
-        """Call ``send`` once all ranks stand at the start of the same step, or at the latest after ``hold``
-        seconds. ``send`` gets the seconds for which it was held back. Afterwards, call ``tell``.
+        """Hold a signal back until all ranks stand at the start of the same training step, but for at most
+        ``hold`` seconds. Then call ``send`` once, and ``tell``. Does not block.
 
         Args:
             signum: number of the signal.
             hold: maximum seconds for which the signal is held back.
-            send: function that sends the signal.
+            send: function that sends the signal. It gets the seconds for which the signal was held back.
             tell: function that is told how the signal was sent.
-            exchange: function that tells the other nodes what the ranks of this node have done, and returns
-                what all nodes have said. It may block. ``None`` if all ranks are on this node.
+            exchange: function that tells the other nodes how many steps the ranks of this node have ended,
+                and returns what all nodes have told. It may block. ``None`` if all ranks are on this node.
         """
         self.end("another signal came")
         now = time.monotonic()
@@ -269,8 +289,8 @@ class AgreedSteps:
         self._open, self._reset_at = request, None
 
     def _may_help(self, signum: int, standings: Mapping[int, Standing]) -> bool:
-        """Return true if there is a rank for which the moment of the signal matters: it trains, and handles
-        the signal or keeps its state.
+        """Return true if the moment of the signal matters to a rank: if the job trains, and the rank handles
+        the signal or keeps copies of its training state in memory.
         """
         files = self._find_files()
         if files is None or not any(each.is_training for each in standings.values()):
@@ -281,7 +301,9 @@ class AgreedSteps:
         return any(self._handles(pids[rank], signum) for rank in standings)
 
     def seconds_left(self) -> float:
-        """Do what is due. Return the seconds until the next call; infinity if nothing is asked."""
+        """Do what is due for the signal that is held back. Return the seconds until the next call is needed;
+        infinity if there is nothing to do.
+        """
         request, now = self._open, time.monotonic()
         if request is None:
             return self._reset(now)
@@ -310,7 +332,9 @@ class AgreedSteps:
         return self._reset(now)
 
     def _choose(self, request: _Request, standings: Mapping[int, Standing]) -> int | Send | None:
-        """Choose the step, if necessary with the other nodes. Return ``None`` until all have answered."""
+        """Choose the step after which all ranks get the signal, if necessary together with the other nodes.
+        Return ``None`` until all nodes have answered, and :class:`Send` if there is no such step.
+        """
         if request.call is None:
             own = progress(standings, request.until)
             if request.exchange is None:
@@ -326,17 +350,17 @@ class AgreedSteps:
             return None
         try:
             return common_step(request.call.take())
-        # The store may be lost, or contain anything.
+        # Catch all errors, because the store may be lost, or have any content.
         except Exception as error:
             return Send(f"another node did not answer ({type(error).__name__})")
 
     def end(self, why: str) -> None:
-        """Send the signal that is held back now, if there is one. ``why``: reason, as in :class:`Send`."""
+        """If a signal is held back, send it now. ``why``: reason why the ranks are not at the agreed step."""
         if self._open is not None:
             self._deliver(self._open, Send(why))
 
     def cancel(self) -> None:
-        """Drop the signal that is held back, because the workers have exited."""
+        """If a signal is held back, do not send it any more, because the workers have exited."""
         if (request := self._open) is not None:
             self._open = None
             request.close()
@@ -359,7 +383,9 @@ class AgreedSteps:
             request.tell(Delivery(request.signum, step, decision.why, waited))
 
     def _reset(self, now: float) -> float:
-        """Write into the workers' files that nothing is asked, so that their next steps are fast again."""
+        """Write into the workers' files that the agent asks for nothing, so that the next steps are fast, but
+        not before the time for that. Return the seconds until this time; infinity if nothing is to be done.
+        """
         if self._reset_at is None:
             return float("inf")
         if now < self._reset_at:
@@ -378,7 +404,7 @@ class AgreedSteps:
 
 
 class _Request:
-    """A signal that is held back."""
+    """A request of the agent to the workers to stop at a common step, with the signal that is held back."""
 
     __slots__ = ("asked", "call", "exchange", "first_ready", "send", "signum", "step", "tell", "until")
 
@@ -399,7 +425,7 @@ class _Request:
 
 
 def hold_of_stop(shutdown_timeout: float, *, by_hand: bool) -> float:
-    """Return the maximum seconds for which a stop is held back. The workers' own saves need the rest of
-    ``--shutdown-timeout``.
+    """Return the maximum seconds for which a signal that stops the workers is held back. The workers need the
+    rest of ``--shutdown-timeout`` to save. ``by_hand``: true if the signal comes from the keyboard.
     """
     return min(KEYBOARD_HOLD if by_hand else LONGEST_HOLD, shutdown_timeout / 3)
