@@ -1,18 +1,21 @@
 """Chooses the training step that all ranks restore in the next attempt. Contains only pure functions.
 
-During an attempt, each rank writes into a file of the agent (:mod:`.layout`): copies of its parameters and
-its optimizer's state (the *large* state, in *slots*), and records of its random numbers, its data loader and
-the script's own values (the *small* state). After the attempt, the agent reads which steps each file has.
+During an attempt, each rank writes into a file in its agent's memory (:mod:`.layout`): copies of its
+parameters and its optimizer's state (the *large* state; each copy is in a region of the file, a *slot*), and
+records of its random numbers, its data loader and the script's own values (the *small* state). After the
+attempt, the agent reads which steps each file contains (a rank's *holding*).
 
 - **CHOOSE-1** For the chosen step, each rank can get its large state: from its own copy or, if the state is
   replicated (equal on all ranks), from the copy of any rank.
-- **CHOOSE-2** Among these steps, the newest one for which each rank also has its small state is chosen. If
-  there is no such step, the newest one is chosen, and ``behind`` names the ranks without their small state.
-- **CHOOSE-3** A copy from an abandoned attempt is never chosen; see :func:`_current`.
-- **LOOP-2** If a rank cannot load a step that other ranks may have restored, the next attempt tries an older
-  step, or the same one if there is none. If a rank cannot load that one either, no step is chosen.
-- **LOOP-1** If two attempts in a row restore a step and soon fail with the same cause, this step and all
-  later ones are not chosen again until an attempt has got well past it.
+- **CHOOSE-2** Among the steps that fulfil CHOOSE-1, the newest one for which each rank also has its small
+  state is chosen. If there is no such step, the newest of them is chosen, and ``behind`` names the ranks that
+  lack their small state.
+- **CHOOSE-3** A copy is never chosen if a later attempt has gone on from an older step; see :func:`_current`.
+- **LOOP-2** If a rank cannot load its copy of the chosen step, the attempt fails. The next attempt restores
+  an older step, or tries the same one again if there is no older one. If a rank cannot load the state in this
+  attempt either, no step is chosen any more.
+- **LOOP-1** If two attempts in a row restore a step and fail within a few steps for the same cause, the
+  restored step and all later ones are not chosen again, until an attempt has got :data:`NEAR` steps past it.
 """
 
 from __future__ import annotations
@@ -54,24 +57,27 @@ class KeptSlot(Value):
 
 
 class Holding(Value):
-    """What a rank's file contained when an attempt had ended.
+    """What the file of a rank contained when an attempt had ended: which training steps the rank had copied
+    into it, and what else the rank had noted there.
 
     Args:
         slots: the complete copies of the rank's parameters and optimizer state.
         small: steps for which the file has a complete record of the rank's random numbers and the like.
-        has_joined: true if the rank's program used ``Keep`` in this attempt. If false, only ``slots`` and
-            ``small`` are set.
+        has_joined: true if the rank's program used ``Keep`` in this attempt. If false, only ``slots``,
+            ``small`` and ``twins`` are set.
         attempt: number of this attempt, as the rank has stored it.
         ended: last training step that the rank completed.
-        mode: a code of :class:`.Mode`.
-        check: step and checksum of a copy by which the ranks' states are compared.
+        mode: a code of :class:`.Mode`: whether the program says that all ranks have the same state.
+        check: step and checksum of a copy. If all ranks have the same ones, their states are taken as equal.
         restored: step that the rank restored at the start of this attempt.
         answer: a code of :class:`.Answer`: the rank's answer when the agent ordered it to copy its state.
-        off: why the rank did not keep its state any more, or could not load ``refused``; otherwise empty.
-        changes: number of times that an optimizer changed the state before the rank had completed a step.
-        refused: step that the rank could not load at the start of this attempt.
-        twins: the ranks that have the same part of a sharded state, such as the replicas of HSDP: first one,
-            distance from one to the next, and their number; ``None`` if there is no other rank.
+        off: why the rank stopped copying its state, or why it could not load the step ``refused``; otherwise
+            empty.
+        changes: number of times that an optimizer changed the state before the rank completed its first step.
+        refused: step that the rank could not load at the start of this attempt; ``None`` if it could.
+        twins: which ranks have the same part of a sharded state as this rank, such as the replicas of HSDP:
+            the first of them, the distance from each to the next, and their number. ``None`` if no other rank
+            has the same part.
     """
 
     slots: tuple[KeptSlot, ...] = ()
@@ -120,7 +126,7 @@ class Holding(Value):
         return max(found, key=lambda slot: slot.sequence, default=None)
 
     def has_same_part(self, rank: int) -> bool:
-        """Return true if a rank has the same part of a sharded state as this one."""
+        """Return true if ``rank`` has the same part of a sharded state as the rank that wrote this file."""
         first, stride, count = self.twins or (0, 0, 0)
         return stride > 0 and 0 <= rank - first < stride * count and (rank - first) % stride == 0
 
@@ -165,7 +171,7 @@ class Choice(Value):
     folder: str = ""
 
     def facts(self) -> dict[str, Any]:
-        """Return what the workers are told about this choice."""
+        """Return those fields of this choice that the agent writes into the plan for its workers."""
         return {
             "step": self.step,
             "exact": self.is_exact,
@@ -179,8 +185,11 @@ class Choice(Value):
 
     @staticmethod
     def of_facts(facts: Mapping[str, Any]) -> Choice:
-        """Return the choice that the workers of several nodes have made, without ``sources``. Raises
-        ``ValueError``, ``TypeError`` or ``KeyError`` if a worker has written something else.
+        """Convert the result of :meth:`facts` to a choice, which has no ``sources`` then. On several nodes, a
+        worker has written these facts for the agent.
+
+        Raises:
+            ValueError, TypeError, KeyError: the worker has written something else.
         """
         step = facts["step"]
         return Choice(
@@ -246,8 +255,8 @@ def describe(
     folder: str,
     why: str,
 ) -> str:
-    """Describe a chosen step for the user. ``kept_by`` is how many ranks have copied it, and how many there
-    were. The other arguments are as in :class:`Choice`.
+    """Describe a chosen step for the user. ``kept_by`` has two numbers: how many ranks have copied the step,
+    and how many ranks there were. The other arguments are as in :class:`Choice`.
     """
     when = " at the failure" if is_at_death else ""
     saved = f" and saved in {folder}" if folder else ""
@@ -270,10 +279,11 @@ def choose(
     """Choose the training step that all ranks restore in the next attempt.
 
     Args:
-        holdings: what the files of the ranks contain after the attempt that has ended, by global rank.
+        holdings: what the file of each rank contains after the attempt that has ended, by global rank.
         world: number of ranks of the next attempt.
-        barred_from: this step and all later ones must not be chosen, because of LOOP-1 or LOOP-2.
-        refused: step that is not chosen if there is an older one, because of LOOP-2.
+        barred_from: this step and all later ones must not be chosen, because attempts that restored it have
+            failed (LOOP-1, LOOP-2). ``None`` to allow all steps.
+        refused: step that a rank could not load. It is chosen only if there is no older one (LOOP-2).
         was_replicated: true if all ranks had the same state in an earlier attempt of this job.
     """
     if refused is not None:
@@ -345,7 +355,9 @@ def _current(holdings: Mapping[int, Holding]) -> dict[int, Holding]:
 
 
 def is_replicated(holdings: Mapping[int, Holding], was_replicated: bool) -> bool:
-    """Return true if the ranks are known to have the same state."""
+    """Return true if all ranks are known to have the same state, because the program says so, because the
+    checksums of their copies are equal, or because it was so in an earlier attempt (``was_replicated``).
+    """
     joined = [each for each in holdings.values() if each.has_joined]
     checks = [each.check for each in joined if each.check is not None]
     if any(each.mode == Mode.SHARDED for each in joined):
@@ -381,7 +393,8 @@ def _sources(
     takes = {rank: rank for rank in kept}
     for rank in range(world):
         holders = [each for each in kept if rank not in kept and found[each].has_same_part(rank)]
-        # Copies of the same part are equal. If they are not, the ranks do not have the same part after all.
+        # Ranks that have noted that they have the same part of the state must have equal copies. If their
+        # copies differ, do not use them for this rank.
         if len({(kept[each].attempt, kept[each].layout, kept[each].digest) for each in holders}) == 1:
             takes[rank] = holders[0]
     if takes.keys() == set(range(world)) >= found.keys():
@@ -400,7 +413,7 @@ def _why_not_newer(holdings: Mapping[int, Holding], ended: int) -> str:
 
 
 def _why_nothing(holdings: Mapping[int, Holding], ended: int | None) -> str:
-    """Return the reason why no rank has copied any step, although a rank uses ``Keep``."""
+    """Return the reason why no copy of any step can be restored, although a rank uses ``Keep``."""
     if why := _why_refused(holdings):
         return why
     if ended is not None:
@@ -426,13 +439,14 @@ def _by_reason(reasons: Mapping[int, str]) -> str:
 
 
 class Loop(Value):
-    """Memory of attempts that failed soon after they had restored a state (LOOP-1).
+    """What is known of earlier attempts that failed soon after they had restored a state (LOOP-1), or in
+    which a rank could not load it (LOOP-2).
 
     Args:
-        barred_from: this step and all later ones must not be restored; ``None`` if there is no such step.
-        began: step that the last attempt restored, if this attempt failed soon afterwards.
-        cause: kind and place of this failure.
-        refused: step that a rank could not load at the start of the last attempt.
+        barred_from: this step and all later ones must not be restored; ``None`` if all steps are allowed.
+        began: step that the last attempt restored, if it failed soon afterwards; otherwise ``None``.
+        cause: kind and place of the failure of that attempt.
+        refused: step that a rank could not load at the start of the last attempt; ``None`` without one.
     """
 
     barred_from: int | None = None
@@ -447,13 +461,14 @@ class Loop(Value):
         cause: tuple[str, str] | None,
         refused: int | None = None,
     ) -> Loop:
-        """Return a new object that takes a failed attempt into account.
+        """Return a new object that also takes into account an attempt that has just failed.
 
         Args:
-            began: step that the attempt restored; ``None`` if it restored none.
-            reached: last step that the attempt completed; ``None`` if it completed none.
-            cause: kind and place of its failure; ``None`` if it cannot be compared with other failures.
-            refused: step that a rank could not load, so that the attempt failed; ``None`` if there was none.
+            began: step that this attempt restored; ``None`` if it restored none.
+            reached: last step that this attempt completed; ``None`` if it completed none.
+            cause: kind and place of this attempt's failure; ``None`` if it cannot be compared with other
+                failures.
+            refused: step that a rank could not load, which made this attempt fail; ``None`` without one.
         """
         barred = self.barred_from
         if refused is not None:
@@ -469,8 +484,9 @@ class Loop(Value):
 
 
 def why_other(step: int | None, other: int | None) -> str:
-    """Return why the kept state of ``step`` is not restored if the program has that of the step ``other``,
-    for example in a checkpoint on a disk. Return an empty text if the kept state is restored.
+    """Return why the state of ``step`` is not restored from memory, if the program itself has a state of a
+    newer step ``other``, for example in a checkpoint on a disk. If ``other`` is not newer, return an empty
+    text, because the state in memory is restored.
     """
     if step is None or other is None or other <= step:
         return ""
@@ -478,7 +494,9 @@ def why_other(step: int | None, other: int | None) -> str:
 
 
 def refused_of(holdings: Sequence[Holding]) -> int | None:
-    """Return the step that a rank could not load, so that it ended the attempt; ``None`` without one."""
+    """Return the step that a rank could not load at the start of an attempt, which made the attempt fail;
+    ``None`` if there is no such rank.
+    """
     return next((each.refused for each in holdings if each.refused is not None and each.ended is None), None)
 
 

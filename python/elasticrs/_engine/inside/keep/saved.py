@@ -1,10 +1,12 @@
-"""Saves the workers' training states on a disk when a job fails or is stopped, so that the next job can go on
-from them (``--keep-save``).
+"""Saves the training state on a disk when a job fails or is stopped, so that the next job can go on from it
+(``--keep-save``).
 
-Each node saves the *part* of its own ranks, which is a folder. For each rank, it has a copy of the file in
-memory into which the rank copied its state, in the format of :mod:`.layout`. A record in ``kept.json`` says
-which steps the files have. Parts with the same number belong together. Their reader chooses the step, as the
-agent does for the files in memory. The agent copies the bytes of the files without interpreting tensors.
+During a job, each rank copies its state into a file in memory that its agent owns. At the end of the job,
+each agent saves the files of its node's ranks in a new folder. This folder is a *part* of the saved state,
+because other nodes save the files of their ranks. A file on the disk has the same format as in memory
+(:mod:`.layout`), because the agent copies bytes without interpreting tensors. The file ``kept.json`` in the
+folder records which training steps each rank's file has. The parts of one state have the same number in their
+names. Which step is restored from them is chosen when they are read, by the rules of :mod:`.choice`.
 """
 
 from __future__ import annotations
@@ -37,22 +39,24 @@ _VERSION = 2
 _PREFIX = "kept-"
 _UNFINISHED = ".unfinished"
 _TOGETHER = 600.0
-"""Maximum seconds between the saves of two nodes of one job."""
+"""Maximum seconds between the times at which two nodes of a job save their parts of the same state."""
 
 _CHUNK = 1 << 24
 """Bytes that one system call copies. There are not more, because a stop of the job waits for the call."""
 
 
 class Saved(Value):
-    """A training state that a job has saved.
+    """A training state that a job has saved on a disk.
 
     Args:
-        name: path of its folder. If there are several parts, their common path and ``.*``.
-        saved: the step, and what else is known about it, for the number of ranks that saved it.
-        places: by rank, its file, in the form of the workers' variable ELASTICRS_KEEP.
-        sources: by rank, the copy that it restores: the rank that made the copy, the slot (a region of that
-            rank's file), and the number of the copy.
-        own: by rank, the slot of its file that has its own copy of this step.
+        name: path of the folder with the state. If several nodes have saved a folder each, the common
+            beginning of their paths and ``.*``.
+        saved: the training step of the state, and what else is known about it. It applies to a job with as
+            many ranks as have saved the state.
+        places: for each rank, the saved file with its copies, as ``{mark}:{path}`` (see :mod:`.layout`).
+        sources: for each rank, the copy that it restores: the rank that made the copy, the slot (a region of
+            that rank's file), and the sequence number of the copy.
+        own: for each rank that has itself copied this step, the slot with this copy in its file.
     """
 
     name: str
@@ -79,8 +83,8 @@ class Saved(Value):
         return self.saved.replaced(behind=behind, lost=0, why="", folder=self.name)
 
     def copies(self) -> list[tuple[str, int, int]]:
-        """Return where the copies are that together have the whole state: file, slot and number of the copies
-        of all ranks, or of one rank if all ranks have the same state.
+        """Return where those copies are that together contain the whole state: the copies of all ranks, or of
+        one rank if all ranks have the same state. For each copy, return its file, slot and sequence number.
         """
         holders = [self.sources[rank] for rank in sorted(self.sources)]
         return [
@@ -108,22 +112,24 @@ def save(
     job: str = "",
     node: str = "",
 ) -> str:
-    """Save the training states of a node's ranks in a new folder. Return the path of the folder.
+    """Save the training states of this node's ranks in a new folder. Return the path of the folder.
 
     Args:
-        files: the files in memory into which the workers have copied their state.
-        holdings: for each rank of this node, which copies its file has.
+        files: the files in memory into which the workers have copied their states.
+        holdings: for each rank of this node, which training steps its file contains.
         ranks: global rank of each worker, by local rank.
         parent: the folder of ``--keep-save``, in which the new folder is made.
         world: number of ranks of the job.
         was_replicated: true if all ranks of the job are known to have the same state.
-        step: the step that is saved; ``None`` for all that the files have, because other nodes choose, too.
+        step: the step whose copies are saved. ``None`` to save the copies of all steps, because on several
+            nodes the step is chosen later, from the copies of all of them.
         job: name of the job.
-        node: name of this node among those that save parts of the job's state; empty if there is no other.
+        node: name of this node, which distinguishes its folder from those of the job's other nodes; empty if
+            the job has only one node.
 
     Raises:
-        OSError: a file cannot be written. The new folder has been removed.
-        ValueError: there is nothing to save.
+        OSError: a file cannot be written. The new folder is removed before this is raised.
+        ValueError: no rank of this node has made a copy that could be saved.
     """
     saved = {
         rank: holding.replaced(slots=tuple(each for each in holding.slots if step in (None, each.step)))
@@ -168,8 +174,9 @@ def save(
 
 
 def _new_folder(parent: str, job: str, node: str) -> str:
-    """Return the path for a new part. It gets the number of the newest saved state if that is of the same job
-    and has no part of this node yet, and otherwise the next number.
+    """Return the path of the folder for this node's part of a saved state. If the newest state in ``parent``
+    has been saved by the same job just now, and this node's part of it is missing, the path has the number of
+    that state, and otherwise the next number.
     """
     number = max(_numbers(parent), default=0)
     others = _parts(parent, number)
@@ -188,12 +195,15 @@ def _is_of_job(part: str, job: str) -> bool:
 
 
 def newest(*parents: str) -> Saved | None:
-    """Return the newest training state that is saved in folders of ``--keep-save``; ``None`` without one. If
-    several nodes have saved it, each on its own disk, pass the folders of all of them.
+    """Return the newest training state that a job has saved (``--keep-save``); ``None`` if none is saved.
+
+    Args:
+        parents: the folder in which the job has saved it. If each node has its own folder on its own disk,
+            the folders of all nodes.
 
     Raises:
-        OSError: a folder or its files cannot be read.
-        ValueError: the newest saved state is damaged, or a part of it is missing.
+        OSError: a folder or a file in it cannot be read.
+        ValueError: the newest saved state is damaged, or the part of it that a node has saved is missing.
     """
     found = []
     for parent in parents:
@@ -207,7 +217,9 @@ def newest(*parents: str) -> Saved | None:
 
 
 def _merged(parts: Sequence[str]) -> Saved:
-    """Read one saved training state from its parts. Raises the errors of :func:`newest`."""
+    """Return the training state whose parts (folders, one for each node) are ``parts``. Raise the same errors
+    as :func:`newest`.
+    """
     try:
         return _chosen(parts)
     except (KeyError, TypeError, AttributeError, IndexError) as error:
@@ -221,7 +233,8 @@ def _chosen(parts: Sequence[str]) -> Saved:
     whole: dict[int, list[int]] = {}
     records = {part: _record(part) for part in parts}
     last = max(record["attempt"] for record in records.values())
-    # A node that has left the job before its end has saved a part of an earlier attempt.
+    # A node that has left the job before its end has saved what it had in an earlier attempt. If the number
+    # of ranks was another one then, ignore this part.
     worlds = {record["world"] for record in records.values() if record["attempt"] == last}
     world, was_replicated = worlds.pop(), False
     for part, record in records.items():
