@@ -1,8 +1,9 @@
 """Transfers training state from one worker to another over TCP. One worker serves it, others download it.
 
-A client sends a line with a secret and the name of the part that it wants, and receives the bytes of that
-part. It has to know their number in advance. For a transfer in the background of a training, the bytes are
-sent in chunks with a checksum (:func:`in_chunks`), and not faster than a :class:`Pace` allows.
+A client sends a line with a secret and the name of the part of the state that it wants, and receives the
+bytes of that part. The client has to know in advance how many bytes the part has. If the training goes on
+during a transfer, the bytes are sent in chunks with a checksum each (:func:`in_chunks`), and not faster than
+a :class:`Pace` allows.
 """
 
 from __future__ import annotations
@@ -37,13 +38,15 @@ MIN_RATE = 1 << 20
 """Minimum rate in bytes per second. A transfer's time limit is size / rate + :data:`TRANSFER_TIMEOUT`."""
 
 CHUNK = 4 << 20
-"""Number of bytes of a chunk, which is sent after its CRC-32."""
+"""Number of bytes of a chunk. Before each chunk, the server sends the chunk's CRC-32 (a checksum)."""
 
 _BURST = 0.05
-"""Seconds for which a sender with a limited rate may catch up, after it has been held up."""
+"""Maximum seconds by which a sender with a limited rate may be early, to make up for a delay before."""
 
 _POLL_INTERVAL = 3600.0
-"""Seconds after which the serving thread wakes up without a client, so that it never does so for nothing."""
+"""Seconds after which the server's thread wakes up if no client comes. This time is long, because nothing is
+to be done then.
+"""
 
 _CRC = 4
 _MAX_LINE = 256
@@ -51,8 +54,8 @@ _MAX_LINE = 256
 
 @contextmanager
 def without_signals() -> Iterator[None]:
-    """Let threads that are started here block all signals except those of faults. Otherwise, they could get a
-    signal for which the program waits with ``sigwait``.
+    """Have all threads that are started in this context block all signals except those of faults, such as
+    SIGSEGV. Otherwise, such a thread could get a signal for which the program waits with ``sigwait``.
     """
     faults = {signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGSEGV}
     before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals() - faults)
@@ -134,7 +137,7 @@ class Handover:
         """Accept no further client. Idempotent."""
         if self._server in _servers:
             _servers.remove(self._server)
-            # Wake the thread, which looks only when a client comes whether it is to end.
+            # Wake the server's thread. Without a client, it would not notice that it is to end.
             self._server.socket.shutdown(socket.SHUT_RDWR)
             self._server.shutdown()
             self._server.server_close()
@@ -161,21 +164,23 @@ def _address_towards(near: tuple[str, int]) -> tuple[int, str]:
 
 
 class Pace:
-    """Limits the bytes per second that the threads of this process send.
+    """Limits the bytes per second that all threads of this process together send to other workers.
 
     Args:
         rate: maximum bytes per second; 0 for no limit.
-        now: clock in seconds.
+        now: function that returns the time in seconds.
     """
 
     def __init__(self, rate: float, now: Callable[[], float] = time.monotonic) -> None:
         self._rate, self._now, self._lock = rate, now, threading.Lock()
         self._free_at = now()
         self.piece = min(CHUNK, max(1 << 16, int(rate / 50))) if rate else CHUNK
-        """Number of bytes to send at once, so that the pauses at a low rate are short."""
+        """Number of bytes to send between two pauses. It is small at a low rate, so that pauses are short."""
 
     def delay(self, size: int) -> float:
-        """Return for how many seconds the calling thread must wait before it sends ``size`` bytes."""
+        """Return for how many seconds the calling thread must wait before it sends its next ``size`` bytes.
+        Assume that it then sends them.
+        """
         if not self._rate:
             return 0
         with self._lock:
@@ -185,8 +190,9 @@ class Pace:
 
 
 def in_chunks(data: memoryview, pace: Pace) -> Iterator[memoryview]:
-    """Yield a part of a state as :func:`take` receives it if ``is_checked`` is true. Hold the rate of
-    ``pace`` by sleeping.
+    """Yield what is to be sent for a part of a state: for each chunk of ``data`` its checksum, and then its
+    bytes in pieces. The client must receive them by :func:`take` with ``is_checked=True``. Sleep between the
+    pieces, so that they are not sent faster than ``pace`` allows.
     """
     for at in range(0, len(data), CHUNK):
         chunk = data[at : at + CHUNK]
@@ -201,17 +207,17 @@ def in_chunks(data: memoryview, pace: Pace) -> Iterator[memoryview]:
 def take(
     offer: Offer, part: str, into: memoryview, *, is_checked: bool = False, least_rate: float = MIN_RATE
 ) -> None:
-    """Fill ``into`` with a part of the state that another worker offers.
+    """Download a part of the state that another worker offers, and write it into ``into``.
 
     Args:
-        offer: what the other worker has published.
+        offer: address and secret of the other worker's server.
         part: name of the part.
-        into: memory of the size of the part.
-        is_checked: true if the other worker sends this part in chunks with a checksum.
-        least_rate: minimum bytes per second.
+        into: memory for the bytes of the part. It has the size of the part.
+        is_checked: true if the other worker sends the part in chunks with checksums (:func:`in_chunks`).
+        least_rate: minimum bytes per second. The time limit is size / rate + :data:`TRANSFER_TIMEOUT`.
 
     Raises:
-        OSError: the other worker does not send all of the part in time, or a checksum is wrong.
+        OSError: the other worker does not send the whole part in time, or a checksum is wrong.
     """
     # Limit the whole transfer, because the socket's own timeout restarts with each received byte.
     deadline = time.monotonic() + TRANSFER_TIMEOUT + len(into) / least_rate

@@ -1,10 +1,11 @@
-"""The agent's files in memory (memfds) into which workers copy their training state. The kernel deletes the
-files when the agent exits.
+"""The agent's access to its files in memory (memfds) into which its workers copy their training state. The
+kernel deletes these files when the agent exits.
 
-There is one file for each local rank, and with ``--keep-peers`` a second one, into which the worker takes
-copies that a rank of another node has made. :mod:`elasticrs._engine.inside.keep.layout` describes them.
-Workers write whatever they want into a file, so the agent never maps it, checks each number that it reads,
-and reads only what the file has. The workers, who map it, seal its size against shrinking.
+There is one file for each local rank. With ``--keep-peers`` there is a second one, into which the worker
+downloads the copies that a rank of another node has made. :mod:`elasticrs._engine.inside.keep.layout`
+describes the files. The agent does not trust their contents, because workers can write anything into them:
+the agent checks each number that it reads, reads nothing beyond the end of a file, and never maps a file into
+its memory. Workers do map the files, and therefore forbid (by a seal) that a file becomes shorter.
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ class KeepFiles:
     """Access to the files in memory into which one agent's workers copy their training state.
 
     Args:
-        memory: the files. If they are closed, nothing is kept.
-        partners: files with copies of another node's ranks, by local rank; ``None`` without ``--keep-peers``.
+        memory: the files of this node's ranks. If they have been closed, no state is kept.
+        partners: the files for copies of another node's ranks; ``None`` without ``--keep-peers``.
 
     Raises:
         OSError: the kernel has no memory for the files' first pages.
@@ -65,13 +66,15 @@ class KeepFiles:
         self, shared: Mapping[str, PlanValue], own: Mapping[int, Mapping[str, PlanValue]], newest: int | None
     ) -> None:
         """Prepare the workers' files for an attempt: write each worker's plan (what it is to restore), and
-        delete the copies of steps after ``newest``, or all copies if it is ``None``. No worker of an earlier
-        attempt may be running. Raises ``OSError``.
+        delete the copies of all steps after ``newest``. No worker of an earlier attempt may be running.
 
         Args:
-            shared: the part of the plan that is the same for all workers.
-            own: by local rank, the part that is different for each worker.
-            newest: newest step whose copies stay.
+            shared: the members of the plan that are the same for all workers.
+            own: by local rank, the members of the plan that are different for each worker.
+            newest: the newest step whose copies are not deleted; ``None`` to delete all copies.
+
+        Raises:
+            OSError: a file cannot be written, or a plan is too long.
         """
         begin_of_all, is_used = _json(shared)[:-1], self.is_used()
         for local_rank, members in own.items():
@@ -84,7 +87,8 @@ class KeepFiles:
                 raise OSError(errno.EMSGSIZE, f"the plan of {len(text)} bytes is too long")
             os.pwrite(fd, layout.pack([len(text)]) + text, layout.PLAN_AT)
         if not self._is_marked:
-            # Workers that wait for the first plan read it as soon as the mark is there.
+            # Write the mark (a random number) after the first plan, because a waiting worker reads its plan
+            # as soon as it finds the mark in its file.
             for fd in self._fds:
                 os.pwrite(fd, layout.pack([layout.MAGIC, self.memory.mark]), 0)
             self._is_marked = True
@@ -97,8 +101,9 @@ class KeepFiles:
                 os.pwrite(fd, layout.pack([SlotState.EMPTY]), at + layout.WORD * Slot.STATE)
 
     def is_used(self) -> bool:
-        """Return true if a program has used ``Keep`` in the current attempt or in an earlier one."""
-        # A worker writes its process id last when it joins, so a file without one has nothing to clear.
+        """Return true if a worker's program has used ``Keep`` in the current attempt or an earlier one."""
+        # A program that begins to use Keep writes its process id last. So a file without a process id has
+        # nothing to clear.
         self._is_used = self._is_used or any(map(self.has_joined, range(len(self._fds))))
         return self._is_used
 
@@ -107,8 +112,8 @@ class KeepFiles:
         return self._word(self._fds[local_rank], Head.WAS_REPLICATED) == 1
 
     def agreed(self) -> Choice | None:
-        """Return the step on which the workers of several nodes have agreed; ``None`` before that, or if the
-        first worker of this node has written something else.
+        """Return the step on which the workers of several nodes have agreed. The first worker of this node
+        writes it into its file. Return ``None`` if it has not done so yet, or has written something else.
         """
         if not self._fds:
             return None
@@ -185,8 +190,9 @@ class KeepFiles:
         )
 
     def partner_holdings(self, local_rank: int, world: int) -> dict[int, Holding]:
-        """Return the copies that this worker has taken from ranks of other nodes, by these ranks. Their slots
-        are numbered from :data:`.layout.SLOTS` on.
+        """Return which copies a worker has downloaded from ranks of other nodes (``--keep-peers``), by the
+        rank that made them. The numbers of the slots (regions of the file) that contain these copies begin at
+        :data:`.layout.SLOTS`.
         """
         found: dict[int, Holding] = {}
         for fd in self._partner_fds[local_rank : local_rank + 1]:
@@ -201,18 +207,32 @@ class KeepFiles:
         return found
 
     def steps_of(self, local_rank: int) -> tuple[int, ...]:
-        """Return what a worker has written about its steps: the words from :attr:`.Agreed.OWNER` on."""
+        """Return what a worker has written into its file about its optimizer's steps: the words (8-byte
+        numbers) from the index :attr:`.Agreed.OWNER` on.
+        """
         count = Agreed.END - Agreed.OWNER
         return _words(self._fds[local_rank], layout.WORD * Agreed.OWNER, count) if self._fds else (0,) * count
 
     def ask(self, word: int, values: Sequence[int]) -> None:
-        """Write words that ask all workers for an agreed step, from the index ``word`` on."""
+        """Write ``values`` into all workers' files, at the words (8-byte numbers) from the index ``word`` on.
+        They ask the workers to agree on a step after which all ranks get a signal (:class:`.Agreed`).
+        """
         for fd in self._fds:
             os.pwrite(fd, layout.pack(values), layout.WORD * word)
 
     def copy_to(self, local_rank: int, target: int, slots: Mapping[int, bool]) -> None:
-        """Copy a rank's small state, and some of its slots, to another file. The other slots are empty there.
-        The values of ``slots`` are true for those whose tensors are copied, too. Raises ``OSError``.
+        """Copy a rank's small state (records of random numbers and the like), and some of its copies of
+        parameters and optimizer state, to another file.
+
+        Args:
+            local_rank: local rank of the rank.
+            target: descriptor of the other file.
+            slots: numbers of the slots (regions with one copy each) that are copied. The other slots are
+                empty in the other file. The value is true if the slot's tensors are copied, too, and not
+                only its head and its index.
+
+        Raises:
+            OSError: the other file cannot be written.
         """
         from elasticrs._engine.inside.keep.saved import copy
 
@@ -300,7 +320,9 @@ def _words(fd: int, at: int, count: int) -> tuple[int, ...]:
 
 
 def _text(fd: int, at: int, length: int) -> str:
-    """Read a worker's text, which can be any bytes."""
+    """Read a text that a worker has written into its file. Replace what cannot be printed, because a worker
+    can write any bytes.
+    """
     return _printable(os.pread(fd, length, at).decode(errors="replace")) if length else ""
 
 

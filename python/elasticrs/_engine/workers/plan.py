@@ -26,8 +26,8 @@ TOKEN_VARIABLE = "ELASTICRS_TOKEN"
 
 KEEP = "ELASTICRS_KEEP"
 """Environment variable that tells a worker where the file is into which it copies its training state. The
-module ``inside/keep/layout.py`` has the same constant, but is imported later, after the first start of the
-workers.
+constant ``VARIABLE`` in ``inside/keep/layout.py`` has the same value. It is not used here, because the agent
+imports that module only after the first start of the workers.
 """
 KEEP_OFF = "keep: no state is kept, because the agent cannot use its files in memory: {}"
 KEEP_FRAMEWORKS = "ELASTICRS_KEEP_FRAMEWORKS"
@@ -45,8 +45,9 @@ NCCL_ENDS_PROCESSES = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 
 class MemoryFiles:
     """Files in memory (memfds), one for each of a node's workers, into which the workers copy their training
-    state. The kernel deletes them when the agent exits. They are empty until the agent has written the first
-    plan, which it does after the first start of the workers; a worker that opens its file earlier waits.
+    state. The kernel deletes the files when the agent exits. At first, they are empty. After the first start
+    of the workers, the agent writes into each file a plan, which tells the worker what to restore. A worker
+    that opens its file earlier waits for the plan.
 
     Args:
         workers: number of workers.
@@ -55,10 +56,10 @@ class MemoryFiles:
         OSError: the files cannot be created.
 
     Attributes:
-        mark: random number with which each file begins.
+        mark: random number in the head of each file, by which workers recognize the file.
         fds: file descriptors, by local rank.
         places: value of each worker's environment variable ``ELASTICRS_KEEP``, by local rank.
-        stay_open: whether :meth:`close` does nothing, because a thread still reads the files.
+        stay_open: true if a thread still reads the files, so that :meth:`close` must do nothing.
     """
 
     def __init__(self, workers: int) -> None:
@@ -72,7 +73,8 @@ class MemoryFiles:
         except OSError:
             self.close()
             raise
-        # In another pid namespace, the path may lead to another file, so workers compare the mark.
+        # In another pid namespace (a container), this path may lead to another file. So each worker compares
+        # the mark with that in the file.
         self.places = [f"{self.mark}:/proc/{os.getpid()}/fd/{fd}" for fd in self.fds]
 
     def close(self) -> None:
@@ -154,8 +156,8 @@ class Plan(Record):
     """Ranks and addresses of the workers in an attempt. ``port`` reserves the port of the workers' store; it
     is ``None`` if another agent does so. ``members`` are the names under which the workers register in a
     rendezvous of their own, by local rank; ``None`` if they have none. A worker that is replaced keeps its
-    name until its replacement has been started. ``keep_places`` names the files into which the workers
-    copy their training state, by local rank.
+    name until its replacement has been started. ``keep_places`` has, by local rank, the names of the files
+    into which the workers copy their training state (see :attr:`MemoryFiles.places`).
     """
 
     ranks: Sequence[WorkerRanks]

@@ -153,8 +153,9 @@ class Keeping:
         return choice
 
     def _shared_facts(self, saved: Saved) -> PlanValue:
-        """Return what the workers of several nodes need to know of a saved state, beside their own copies.
-        All nodes must see the same state: ``facts`` are equal then, but ``name`` may differ.
+        """Return what the workers must know about a saved state before all nodes agree to restore it. Where
+        the copies are that a worker restores is not included. The nodes restore the state only if the value
+        of ``facts`` is equal on all of them. The value of ``name`` may be different.
         """
         choice = saved.choice(self._world)
         facts = {**choice.facts(), "replicated": choice.is_replicated, "number": os.path.basename(saved.name)}
@@ -187,8 +188,9 @@ class Keeping:
         self._choice = choose(holdings, world, barred_from=barred, was_replicated=was_replicated)
 
     def take_agreed(self, attempt: Attempt) -> bool:
-        """After a restart on several nodes, find out which step the workers restore, because they choose it
-        themselves. Return true if they may not have chosen it yet, so that this is to be called again.
+        """After a restart on several nodes, find out which training step the workers restore, and tell the
+        user. The agent does not know it before, because the workers choose the step. Return true if the
+        workers have not chosen yet, so that the agent must call this method again later.
         """
         if not self._awaits_agreement or self.files is None:
             return False
@@ -214,8 +216,8 @@ class Keeping:
         return self._choice
 
     def say_what_is_gone(self) -> None:
-        """In a failed job with several nodes, tell the user which step this node had kept in memory. In a job
-        with one node, its report does so.
+        """After the failure of a job with several nodes, tell the user of which step this node had copies in
+        memory, which are now lost. Do nothing in a job with one node, whose final report says so.
         """
         kept = self.files.standing() if self.files is not None and self._may_have_several_nodes else None
         if kept is not None and kept["step"] is not None:
@@ -261,7 +263,8 @@ class Keeping:
             return ""
         files, ranks, world = self.files, self._ranks, self._world
         if self._may_have_several_nodes and not any(map(files.has_joined, ranks)):
-            # The nodes stop one after the other, so this one may have begun another attempt meanwhile.
+            # The nodes stop one after the other. So this node may have begun one more attempt, although the
+            # job is ending. Then save the copies of the attempt before, with its ranks.
             ranks, world = self._previous
         is_kept = files.is_used() if self._may_have_several_nodes else choice is not None and choice.step
         if not is_kept or not ranks:
