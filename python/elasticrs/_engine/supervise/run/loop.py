@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 _NEVER = float("inf")
 _AGREEMENT_TICK = 0.25
-"""Seconds between two looks at what the workers of several nodes have agreed on, after a restart."""
+"""Seconds between two looks, after a restart, whether all workers have chosen what to restore."""
 
 _SAVE_LIMIT = 600.0
 """Maximum seconds for saving the kept training state of a failed job. Only the user waits for that."""
@@ -300,7 +300,7 @@ class Agent:
             checkpoints.close()
 
     def _open_control(self) -> None:
-        """Open the socket for ``elasticctl``, unless another program runs this agent."""
+        """Open the Unix socket of this agent for ``elasticctl``, unless another program runs the agent."""
         from elasticrs._engine.process.control_socket import ControlSocket, folder_of
 
         folder = folder_of(os.environ)
@@ -315,8 +315,8 @@ class Agent:
         self._tracker.supervisor.watch_fd(self._control.fd)
 
     def _serve_control(self, control: ControlSocket) -> None:
-        """Serve the control socket, because a program has connected: by the health check server if there is
-        one, otherwise by a server without a port, which is started now.
+        """Let a server answer on the socket for ``elasticctl``, because a program has connected to it: the
+        health check server if there is one. Otherwise, start a server that has no port.
         """
         from elasticrs._engine.supervise.run.orders import Orders
 
@@ -346,7 +346,7 @@ class Agent:
 
         Args:
             event: the request.
-            tell: called once when the workers get the signal; not called if no workers run.
+            tell: function that is called once when the workers get the signal, but not if no workers run.
         """
         self._tell_stop = tell
         self._events.append(event)
@@ -397,14 +397,14 @@ class Agent:
         return {} if attempt is None else attempt.running()
 
     def _can_agree(self) -> bool:
-        """Return true if the ranks of this job can be brought to a common step: if all are on this node, or
-        if this agent can exchange data with those of the other nodes.
+        """Return true if all ranks of this job can be stopped after the same training step: if all are on
+        this node, or if this agent can exchange data with the agents of the other nodes.
         """
         plan, has_store = self._decisions.plan, self._decisions.round_store is not None
         return plan is not None and (has_store or plan.ranks[0].group_world_size == 1)
 
     def _exchange(self, name: str) -> Exchange | None:
-        """Return the function that asks the other nodes for a common step; ``None`` if there are none."""
+        """Return the function by which nodes tell each other their steps; ``None`` if there is one node."""
         plan, open_store = self._decisions.plan, self._decisions.round_store
         if plan is None or open_store is None or plan.ranks[0].group_world_size == 1:
             return None
@@ -414,7 +414,7 @@ class Agent:
         return partial(exchange, open_store, own.group_rank, own.group_world_size, name)
 
     def _stop(self, action: machine.Stop) -> None:
-        """Stop the workers. If nothing has failed, let all of them first go on to the same step."""
+        """Stop the workers. If nothing has failed, first let all ranks come to the end of the same step."""
         agreed, (tell, self._tell_stop) = self._agreed, (self._tell_stop, None)
         if agreed is None or not action.is_planned or not self._can_agree():
             if agreed is not None:
@@ -457,7 +457,7 @@ class Agent:
         return self._agreed is not None and self._agreed.is_held(signum)
 
     def _end_hold(self, event: machine.Event) -> None:
-        """Hold no signal back any longer if this event means that the workers are being stopped anyway."""
+        """Stop holding a signal back if this event means that the workers exited, or will be stopped."""
         if self._agreed is None:
             return
         if isinstance(event, (machine.GroupEnded, machine.StartFailed)):
@@ -474,8 +474,8 @@ class Agent:
             plan.page = self.checkpoints.page
         if self._memory is not None:
             plan.keep_places = self._memory.places
-        # At the first start, there is nothing to restore unless an earlier job has saved its state. So write
-        # the plans while the workers are starting.
+        # At the first start, there is nothing to restore unless an earlier job has saved its state. So tell
+        # the workers what to restore (their plans) only while they are starting, which delays nothing.
         is_fresh = self._keeping is None and not self._job.keep_save
         attempt = self._tracker.begin(action, plan)
         if not is_fresh:
@@ -497,7 +497,7 @@ class Agent:
             self._tracker.not_started(f"{type(error).__name__}: {error}")
 
     def _open_agreed(self) -> None:
-        # Import this module while the workers are starting, so that it does not delay them.
+        # Import this module while the workers are starting, so that the import does not delay them.
         from elasticrs._engine.supervise.run.agreed_step import AgreedSteps
 
         self._agreed = AgreedSteps(
@@ -516,7 +516,7 @@ class Agent:
             self._console.say(KEEP_OFF.format(error.strerror or error))
 
     def _keep(self, action: machine.Start, attempt: Attempt) -> None:
-        """Tell the workers of an attempt which of the kept training states to restore."""
+        """Tell the workers of an attempt which of the training states that were kept in memory to restore."""
         if self._memory is None:
             return
         if self._keeping is None:

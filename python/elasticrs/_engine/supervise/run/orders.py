@@ -1,7 +1,8 @@
-"""Orders that ``elasticctl`` sends to the agent over the control socket.
+"""Carries out the orders that the command ``elasticctl`` sends to a job's agent over the agent's Unix socket.
 
-An order is a JSON object, such as ``{"do": "stop", "now": true}``. The answer is lines of JSON objects. The
-last one has the exit code of ``elasticctl`` (``code``), and a text for the user (``message``).
+An order is a JSON object, such as ``{"do": "stop", "now": true}``. The agent answers with one or more lines,
+each a JSON object. The last one has the exit code for ``elasticctl`` (``code``) and a text for the user
+(``message``).
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from elasticrs._engine.supervise.run.tracker import AttemptTracker
 
     class Agent(Protocol):
-        """The agent, whose methods do not block."""
+        """What an order can do to the agent of the job. The methods do not block."""
 
         checkpoints: CheckpointRequests | None
 
@@ -40,13 +41,13 @@ if TYPE_CHECKING:
         def ask_for_checkpoint(self, checkpoints: CheckpointRequests) -> None: ...
 
     Answer: TypeAlias = Callable[[dict[str, Any]], None]
-    """Sends a line of an answer. The line with ``code`` is the last one. Can be called by any thread."""
+    """Function that sends a line to ``elasticctl``. The last line has a ``code``. Any thread can call it."""
 
 DONE, FAILED, USAGE, NOT_AGREED, NO_JOB, REFUSED = range(6)
-"""Exit codes of ``elasticctl``, which the documentation lists."""
+"""Exit codes of ``elasticctl``. The documentation explains them."""
 
 STACKS_LIMIT = 1.0
-"""Seconds within which a running worker has to tell its stack. A worker that does not is in C code."""
+"""Seconds within which a running worker has to tell its Python stack. One that does not is in C code."""
 
 _WAYS = (
     "a handler for SIGUSR1 in the script, Lightning's SLURMEnvironment(requeue_signal=SIGUSR1), or"
@@ -59,7 +60,7 @@ class Refused(Exception):  # noqa: N818 -- it is an answer
 
 
 class Orders:
-    """Carries out the orders to an agent. ``say`` prints a line on its console."""
+    """Carries out orders of ``elasticctl`` to this agent. ``say`` prints a line on the agent's console."""
 
     def __init__(
         self,
@@ -80,7 +81,7 @@ class Orders:
         }
 
     def take(self, server: _core.HealthServer) -> None:
-        """Carry out the orders that have arrived at the server."""
+        """Carry out the orders that ``elasticctl`` has sent to the server of the agent's Unix socket."""
         for number, uid, pid, text in server.take_orders():
             self._carry_out(text, uid, pid, partial(_reply, server, number))
 
@@ -96,7 +97,7 @@ class Orders:
             said = f"this agent does not know the order {phrases.printable(str(what)[:40])!r}"
             answer({"code": USAGE, "message": f"{said}; it may be older than elasticctl"})
             return
-        if what != "stacks":  # It changes nothing, so it is not worth a line on the console.
+        if what != "stacks":  # This order changes nothing, so no line tells of it.
             words = f"{what} --now" if order.get("now") is True else what
             who = f"user {uid}" if pid is None else f"user {uid}, pid {pid}"
             self._say(f"elasticctl ({who}): {words}")
@@ -185,7 +186,7 @@ class Orders:
         self._agent.pass_on(signal.SIGUSR1, partial(_tell_delivery, answer, self._count()))
 
     def _stacks(self, _order: dict[str, Any], answer: Answer) -> None:
-        # On another thread, because this waits for the workers and reads files.
+        # Read the stacks on another thread, because that waits for the workers and reads files.
         FileAccess().begin(partial(_tell_stacks, self._running_attempt(), answer))
 
 
