@@ -1,4 +1,4 @@
-"""Commands of ``elasticctl``."""
+"""The commands of ``elasticctl``, the program with which a user looks at running jobs and acts on them."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ _LOOK = 0.2
 
 
 _SIGNAL_LIMIT = 90.0
-"""Seconds to wait until the ranks have got the signal to save or stop. The agent sends it within a minute."""
+"""Maximum seconds to wait until the ranks have got the signal to save or stop. Agents send it in a minute."""
 
 
 def run(args: Sequence[str]) -> int:
-    """Carry out a command line, and return its exit code."""
+    """Carry out a command line of ``elasticctl``, and return the exit code."""
     options = _parser().parse_args(args)
     try:
         code: int = options.run(options)
@@ -41,7 +41,8 @@ def run(args: Sequence[str]) -> int:
         _tell(str(problem))
         return problem.code
     except BrokenPipeError:
-        # The reader, such as `head`, has enough. Python would otherwise complain when it closes the output.
+        # The program that reads the output, such as `head`, has ended. Discard the rest, so that Python ends
+        # without an error message.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return DONE
     except KeyboardInterrupt:
@@ -158,7 +159,7 @@ def _logs(options: argparse.Namespace) -> int:
 
 @contextmanager
 def _agent_end(agent: Agent) -> Iterator[int]:
-    """Open a descriptor that is readable once the agent has ended."""
+    """Open a file descriptor that is readable once the agent has ended."""
     try:
         pidfd = os.pidfd_open(agent.pid)
     except ProcessLookupError:
@@ -178,13 +179,13 @@ def _drain(options: argparse.Namespace) -> int:
 
 
 def _end(options: argparse.Namespace, order: dict[str, Any]) -> int:
-    """Send an order that ends the agent, and wait for its end."""
+    """Send an order after which the agent ends, such as ``stop``. Then wait for the agent's end."""
     agent, _ = _chosen(options)
     with _agent_end(agent) as end:
         try:
             code = _obey(agent, order, _SIGNAL_LIMIT)
         except Problem:
-            # An agent that ends before the workers have got the signal does not tell of it.
+            # An agent that ends before its workers have got the signal sends no answer. That is no problem.
             if not select.select([end], [], [], ANSWER_LIMIT)[0]:
                 raise
             code = DONE
@@ -229,7 +230,7 @@ def _restart(options: argparse.Namespace) -> int:
 
 
 def _obey(agent: Agent, order: dict[str, Any], limit: float | None = None) -> int:
-    """Send an order, print the answers as they come, and return the exit code."""
+    """Send an order to the agent, print its answers as they come, and return the exit code that it tells."""
     for answer in agent.ask(order, limit):
         code = answer.get("code")
         if code is None or code == DONE:

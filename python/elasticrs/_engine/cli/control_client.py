@@ -1,4 +1,4 @@
-"""The client side of the control socket: finds the agents of jobs on this machine, and asks them."""
+"""Finds the agents of jobs on this machine, and sends requests of ``elasticctl`` to their Unix sockets."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
 ANSWER_LIMIT = 5.0
-"""Seconds to wait for an agent's answer. It needs its loop only for the first connection."""
+"""Maximum seconds to wait for an agent's answer."""
 
 _MAX_ANSWER = 64 << 20
 
 
 class Problem(Exception):  # noqa: N818 -- it is a line for the user
-    """Ends the command with an exit code. The text is for the user."""
+    """Raised to end ``elasticctl`` with an exit code. The text tells the user why."""
 
     def __init__(self, code: int, text: str) -> None:
         super().__init__(text)
@@ -32,7 +32,7 @@ class Problem(Exception):  # noqa: N818 -- it is a line for the user
 
 
 class Connection(http.client.HTTPConnection):
-    """HTTP over a Unix socket."""
+    """An HTTP connection over a Unix socket."""
 
     def __init__(self, path: str, timeout: float) -> None:
         super().__init__("localhost", timeout=timeout)
@@ -40,7 +40,7 @@ class Connection(http.client.HTTPConnection):
 
     def connect(self) -> None:
         self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        # With Python's own time limit, the call would fail at once while many programs connect.
+        # Do not use Python's own time limit here, because then connecting fails at once if the queue is full.
         seconds, part = divmod(self.timeout or 0.0, 1)
         limit = struct.pack("ll", int(seconds), int(part * 1e6))
         self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
@@ -49,7 +49,9 @@ class Connection(http.client.HTTPConnection):
 
 
 class Agent(NamedTuple):
-    """An agent that has a socket. ``status`` is its answer to ``GET /status``; ``None`` if it is silent."""
+    """The agent of a job on this machine. ``path``: its Unix socket. ``status``: the job's status; ``None``
+    if the agent does not answer.
+    """
 
     pid: int
     path: str
@@ -75,8 +77,8 @@ class Agent(NamedTuple):
             raise Problem(FAILED, f"{self.title}: no answer from the agent: {_why(error)}") from None
 
     def ask(self, order: dict[str, Any], limit: float | None = None) -> Iterator[dict[str, Any]]:
-        """Send an order, and iterate over the lines of the answer. Raise :class:`Problem` without one, after
-        ``limit`` seconds (by default :data:`ANSWER_LIMIT`).
+        """Send an order to the agent, and iterate over the lines of its answer. Raise :class:`Problem` if a
+        line does not come within ``limit`` seconds (by default :data:`ANSWER_LIMIT`).
         """
         try:
             with closing(Connection(self.path, limit or ANSWER_LIMIT)) as connection:
@@ -91,7 +93,7 @@ class Agent(NamedTuple):
 
 
 def read_status(path: str) -> dict[str, Any]:
-    """Return the answer to ``GET /status``. Raises ``OSError``, ``ValueError`` and ``HTTPException``."""
+    """Ask an agent for its job's status. Raises ``OSError``, ``ValueError`` and ``HTTPException``."""
     with closing(Connection(path, ANSWER_LIMIT)) as connection:
         connection.request("GET", "/status")
         response = connection.getresponse()
@@ -109,8 +111,8 @@ def _why(error: Exception) -> str:
 
 
 def find(tell: Callable[[str], object]) -> list[Agent]:
-    """Return the agents on this machine, by pid. Remove the sockets of agents that were killed, and ``tell``
-    so. Raises :class:`Problem` if the folder of the sockets belongs to another user.
+    """Return this user's agents on this machine, sorted by pid. If a killed agent has left its socket, remove
+    it, and ``tell`` the user. Raises :class:`Problem` if another user owns the folder of the sockets.
     """
     folder = folder_of(os.environ)
     try:

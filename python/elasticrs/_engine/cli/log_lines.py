@@ -18,17 +18,17 @@ if TYPE_CHECKING:
     from elasticrs._engine.cli.control_client import Agent
 
 _BLOCK = 1 << 18
-"""Bytes that are read of a file at once, and at whose end the last lines are searched at first."""
+"""Bytes that are read of a file at once. At first, that is its last block, which has the last lines."""
 
 _LONGEST = 1 << 20
 """Longest line in bytes. The rest of a longer one counts as the next line."""
 
 _ASK = 1.0
-"""Seconds between two looks for a new attempt, which has other files."""
+"""Seconds between two looks whether the workers have been restarted, which then write other files."""
 
 
 class LogFile:
-    """A file that is read from its last ``count`` lines on; from its start if ``count`` is ``None``."""
+    """A file that is read from its last ``count`` lines on, or from its start if ``count`` is ``None``."""
 
     def __init__(self, path: str, prefix: bytes, count: int | None) -> None:
         self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -38,12 +38,12 @@ class LogFile:
         self._is_cut = start > 0
 
     def new_lines(self) -> list[bytes]:
-        """Return the lines that have been completed since the last call, of at most one block."""
+        """Return the lines that were completed since the last call. Read at most :data:`_BLOCK` bytes."""
         *lines, self._rest = (self._rest + os.read(self._fd, _BLOCK)).split(b"\n")
         if len(self._rest) > _LONGEST:
             lines, self._rest = [*lines, self._rest], b""
         if self._count is not None:
-            # The first line is incomplete if the file is longer than a block.
+            # If the file is longer than a block, reading has begun inside a line, so skip the first line.
             whole = lines[1:] if self._is_cut else lines
             lines, self._count = whole[max(0, len(whole) - self._count) :], None
         return [self._prefix + line for line in lines]
@@ -53,9 +53,9 @@ class LogFile:
 
 
 class LogLines:
-    """The log files of the current attempt of an agent's workers or, if ``events``, its event log. ``rank``:
-    only those of this rank. ``count``: number of lines of each file at first. Raises :class:`.Problem` if
-    there are no such files.
+    """The log files of an agent's workers since their last start (attempt). With ``events``, the job's event
+    log instead. ``rank``: only the files of this rank. ``count``: number of last lines to begin with, for
+    each file. Raises :class:`.Problem` if there are no such files.
     """
 
     def __init__(
@@ -102,14 +102,14 @@ class LogLines:
         return bool(lines)
 
     def follow_attempts(self) -> None:
-        """Go on with the files of the next attempt if it has begun."""
+        """If the workers have been restarted, go on with the log files of the new attempt."""
         if self._attempt is None or time.monotonic() - self._asked < _ASK:
             return
         self._asked = time.monotonic()
         try:
             status = self._agent.asked_again()
         except Problem:
-            return  # The agent is ending, or it is stuck. The files that are open are still read.
+            return  # The agent is ending, or it is stuck. Go on with the files that are open.
         if status["attempt"] != self._attempt:
             while self.print_new():
                 continue

@@ -1,4 +1,4 @@
-"""Shows where the ranks of a job are, for ``elasticctl stacks``."""
+"""Turns the Python stacks of a job's ranks into the lines that ``elasticctl stacks`` shows."""
 
 from __future__ import annotations
 
@@ -19,14 +19,16 @@ _SPY_LIMIT = 5.0
 """Seconds within which ``py-spy`` has to read the stack of one process."""
 
 MAX_SPIED = 8
-"""Maximum number of silent ranks whose stacks ``py-spy`` reads, one after the other."""
+"""Maximum number of ranks whose stacks ``py-spy`` reads, because they have not told the agent theirs."""
 
 MAX_SHOWN = 5
-"""Maximum number of the program's own frames that are shown of a stack, besides the innermost frame."""
+"""Maximum number of frames of the user's program that are shown of a stack, besides the innermost frame."""
 
 
 def spied(answer: dict[str, Any]) -> dict[str, Any]:
-    """Add the stacks of silent ranks to an agent's answer, read by ``py-spy`` if it is installed."""
+    """Add stacks of the ranks that have not told theirs (``silent``) to an agent's answer. The program
+    ``py-spy`` reads them, if it is installed.
+    """
     beside = os.path.join(os.path.dirname(sys.executable), "py-spy")
     py_spy = beside if os.access(beside, os.X_OK) else shutil.which("py-spy")
     answer["has_py_spy"] = py_spy is not None
@@ -34,7 +36,7 @@ def spied(answer: dict[str, Any]) -> dict[str, Any]:
         return answer
     found: dict[int, tuple[Frame, ...]] = {}
     for each in answer["silent"][:MAX_SPIED]:
-        # Do not stop the process, because it is at work.
+        # Do not let py-spy pause the process that it reads, because that process is at work.
         command = [py_spy, "dump", "--nonblocking", "--full-filenames", "--pid", str(each["pid"])]
         try:
             done = subprocess.run(command, capture_output=True, timeout=_SPY_LIMIT, check=False)
@@ -52,7 +54,9 @@ def _frames(stack: dict[str, Any]) -> tuple[Frame, ...]:
 
 
 def text(answer: dict[str, Any], *, is_whole: bool) -> list[str]:
-    """Return lines about an answer: who waits, and a line for each stack, or all of its frames."""
+    """Return lines about an agent's answer: which ranks wait, and where each rank is. ``is_whole``: show all
+    of each stack, not one line.
+    """
     lines = [answer["message"]] if answer["message"] else []
     rows = [(_who(stack["ranks"]), _frames(stack)) for stack in answer["stacks"]]
     width = max((len(who) for who, _ in rows), default=0)
@@ -83,6 +87,6 @@ def _who(ranks: Sequence[int]) -> str:
 
 
 def chain(frames: Sequence[Frame]) -> str:
-    """Return the innermost frame, and the program's own frames that led to it."""
+    """Return a stack as one line: its innermost frame, and the program's own frames that led to it."""
     own = [frame for frame in frames[1:] if not is_library(frame)]
     return printable(" <- ".join(short(frame) for frame in (*frames[:1], *own[:MAX_SHOWN])), 2000)

@@ -1,4 +1,4 @@
-"""Turns the status of a job into text for a terminal. Pure."""
+"""Turns the status of a job into the lines that ``elasticctl`` shows. Does no input or output itself."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _STATES = {
     "FAILED": "failed",
 }
 MAX_SHOWN = 16
-"""Maximum number of ranks to look at, and of rows of the table of ranks."""
+"""Maximum number of remarks about ranks, and of rows in the table of ranks."""
 
 UNKNOWN = "-"
 
@@ -69,7 +69,7 @@ def last_step(status: Mapping[str, Any]) -> tuple[int | None, float | None]:
 
 
 def sentence(status: Mapping[str, Any]) -> str:
-    """Say in one sentence how the job is."""
+    """Return one line about the state of the job: size, step, running time, and restarts."""
     group, job = status["group"] or {}, status["job"]
     parts = [state_of(status)]
     if group:
@@ -86,7 +86,7 @@ def sentence(status: Mapping[str, Any]) -> str:
 
 
 def remarks(status: Mapping[str, Any]) -> list[str]:
-    """Return what a user should look at, most important first, each with the command that helps."""
+    """Return lines about what a user should look at, most important first, with commands that tell more."""
     found = []
     agent = status["agent"]
     if not agent["alive"]:
@@ -112,7 +112,7 @@ def _failure(failure: Mapping[str, Any]) -> str:
 
 
 def _odd_ranks(workers: Iterable[Mapping[str, Any]]) -> list[str]:
-    """Describe the ranks that do not run, or are behind the others."""
+    """Return lines about the ranks that do not run, or are some steps behind the other ranks."""
     by_what: dict[str, list[int]] = {}
     steps = {worker["rank"]: (worker.get("heartbeat") or {}).get("step") for worker in workers}
     known = [step for step in steps.values() if step is not None]
@@ -136,7 +136,7 @@ _ROW = 64
 
 
 def letters(status: Mapping[str, Any]) -> list[str]:
-    """Return a letter for each rank of this node, in rows, if there are more ranks than the table shows."""
+    """Return rows with a letter for each rank's state. Empty if the table of ranks shows all ranks."""
     workers = status["workers"]
     if len(workers) <= MAX_SHOWN:
         return []
@@ -146,7 +146,7 @@ def letters(status: Mapping[str, Any]) -> list[str]:
 
 
 def ranks_table(status: Mapping[str, Any]) -> list[str]:
-    """Return a table of this node's ranks, those with the lowest steps first if not all can be shown."""
+    """Return a table of this node's ranks; if they are too many, of those with the fewest steps."""
     workers = list(status["workers"])
     if not workers:
         return []

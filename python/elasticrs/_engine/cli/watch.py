@@ -26,19 +26,19 @@ if TYPE_CHECKING:
     from elasticrs._engine.cli.control_client import Agent
 
 _PERIOD = 1.0
-"""Seconds between two questions to the agent."""
+"""Seconds between two requests to the agent for the job's status."""
 
 _LOG_LINES = 5
 _KEYS = " t stacks  l logs  r restart  s stop  q quit "
 _ORDERS = {"r": "restart", "s": "stop"}
-"""Orders that a key sends, after a question."""
+"""Orders to the agent, by the key that sends them, after the user has confirmed."""
 
 _ENTER, _LEAVE = "\x1b[?1049h\x1b[?25l", "\x1b[?25h\x1b[?1049l"
 _HOME, _END_OF_LINE, _END_OF_SCREEN = "\x1b[H", "\x1b[K", "\x1b[J"
 
 
 def screen(status: dict[str, Any], below: list[str], footer: str, width: int, height: int) -> list[str]:
-    """Return the lines of the screen: how the job is, the ranks, what a key has asked for, and the keys."""
+    """Return the lines to show: the job's status, its ranks, what a key has asked for (``below``), keys."""
     lines = [sentence(status), *remarks(status), "", *ranks_table(status), *letters(status), "", *below]
     shown = [visible(line)[:width] for line in lines[: height - 1]]
     return [*shown, *[""] * (height - 1 - len(shown)), footer[:width]]
@@ -47,7 +47,7 @@ def screen(status: dict[str, Any], below: list[str], footer: str, width: int, he
 @contextmanager
 def _whole_terminal(fd: int) -> Iterator[None]:
     before = termios.tcgetattr(fd)
-    # A signal must not leave the terminal without echo.
+    # Exit by an exception on SIGTERM, so that the terminal is restored, and shows again what is typed.
     previous = signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     try:
         tty.setcbreak(fd)
@@ -61,7 +61,7 @@ def _whole_terminal(fd: int) -> Iterator[None]:
 
 
 class Watch:
-    """Shows a job until it ends or the user quits."""
+    """Shows the status of a job on the terminal until the job ends or the user quits."""
 
     def __init__(self, agent: Agent, status: dict[str, Any]) -> None:
         self._agent, self._status = agent, status
@@ -105,7 +105,7 @@ class Watch:
             self._below = [str(problem)]
 
     def _asked(self, order: dict[str, Any]) -> list[str]:
-        # The status shows what follows, so do not wait for further lines.
+        # Do not wait for further lines of the answer, because the status shows what happens then.
         return [str(answer.get("message")) for answer in islice(self._agent.ask(order), 1)]
 
     def _stacks(self) -> list[str]:

@@ -1,7 +1,7 @@
 """The Unix socket over which ``elasticctl`` reaches the agent of a job on this machine.
 
 Each agent listens on ``PID.sock`` in a folder of its user. Only that user and root can use the folder
-(mode 0700) and the socket (0600). Nothing answers before the first connection.
+(mode 0700) and the socket (0600). The agent starts a server for the socket at the first connection.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ def is_served(path: str) -> bool:
 
 
 class ControlSocket:
-    """Socket of this process that listens in the folder ``folder``, which is created if it is missing. Raises
-    ``OSError``.
+    """A Unix socket in ``folder``, on which this process listens for ``elasticctl``. The folder is created if
+    it is missing. Raises ``OSError``.
     """
 
     def __init__(self, folder: str) -> None:
@@ -83,11 +83,11 @@ class ControlSocket:
 
     @property
     def fd(self) -> int:
-        """Descriptor that is readable when a program has connected."""
+        """File descriptor that is readable when a program has connected to the socket."""
         return self._socket.fileno()
 
     def close(self) -> None:
-        """Remove the socket. Idempotent. Does nothing in a forked child."""
+        """Close and remove the socket. Idempotent. Do nothing in a forked child of this process."""
         if self._socket.fileno() == -1 or os.getpid() != self._owner:
             return
         self._socket.close()

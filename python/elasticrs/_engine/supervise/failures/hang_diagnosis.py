@@ -56,7 +56,9 @@ the collective as retired before Python raises the exception, and the record may
 """
 
 _FIRST_PAUSE, _PAUSE = 0.001, 0.01
-"""Seconds between the first two looks for the answers of workers, and the most between later ones."""
+"""Seconds between the first two looks whether workers have written their flight records (torch's logs of
+collectives), and the maximum between later looks.
+"""
 
 _TIME_LIMIT = 1.0
 """Maximum number of seconds to spend on reading flight records. The remaining records are skipped."""
@@ -151,23 +153,23 @@ def _stopped_with(event: WorkerHung, left_ns: int) -> bool:
 
 def diagnose_running(attempt: Attempt, seconds: float) -> Diagnosis | None:
     """Find the ranks that other ranks of a running job wait for; ``None`` if unknown, or if no rank waits.
-    Blocks for at most ``seconds``. A rank that is waiting is not necessarily stuck, because every collective
+    Block for at most ``seconds``. A rank that is waiting is not necessarily stuck, because every collective
     takes some time.
     """
     return _telling(attempt, facts_of_running(attempt, seconds))
 
 
 _asking = _thread.allocate_lock()
-"""Held while the workers are asked, because each request replaces the file with the answer to another one."""
+"""Held while a thread asks workers for flight records, because each request deletes the last answers."""
 
 
 def facts_of_running(attempt: Attempt, seconds: float) -> list[RankFacts]:
-    """Ask this node's workers for their flight records, and for the stacks of their main threads. Blocks
-    until all that can answer have answered, at most ``seconds``.
+    """Ask this node's workers for their flight records (torch's logs of collectives) and for the stacks of
+    their main threads. Block for at most ``seconds``, until all workers that can answer have done so.
 
-    A thread of each worker answers. The signal on which ``faulthandler`` writes stacks is only for workers
-    that are killed anyway: it interrupts system calls, and in one of some thousand cases it crashes a busy
-    process, because its handler reads frames while the interpreter changes them.
+    A thread of each worker answers. Do not use the signal on which ``faulthandler`` writes stacks, except for
+    workers that are killed anyway: this signal interrupts system calls, and in one of some thousand cases it
+    crashes a busy process, because its handler reads frames while the interpreter changes them.
     """
     with _asking:
         files = attempt.paths.error_files.items()
@@ -181,9 +183,9 @@ def facts_of_running(attempt: Attempt, seconds: float) -> list[RankFacts]:
 
 
 def where_running(attempt: Attempt, seconds: float) -> dict[str, Any]:
-    """Tell where the ranks on this node are, as fields for ``elasticctl``: the merged ``stacks`` of their
-    main threads (ranks, and frames, innermost first), the ranks that are ``silent`` and why, and who waits
-    for whom (``message``). Blocks like :func:`facts_of_running`.
+    """Return which code the ranks on this node are running, as fields of an answer to ``elasticctl``: the
+    ``stacks`` of their main threads (equal ones only once, with their ranks; innermost frame first), the
+    ranks that have not told their stack (``silent``), and which ranks wait for which (``message``).
     """
     facts = facts_of_running(attempt, seconds)
     running = {attempt.global_ranks()[local_rank]: local_rank for local_rank in attempt.running()}
@@ -245,8 +247,9 @@ def limits(nodes: int, world_size: int) -> dict[str, int]:
 def _facts(attempt: Attempt, stopped_ns: int | None = None, *, has_stacks: bool = True) -> list[RankFacts]:
     """Read the flight records and stacks of the workers. There are none from workers that exited before
     ``stopped_ns``, the monotonic time at which all were stopped (``None`` if they were not). Without
-    ``has_stacks``, ignore the stack files, because they are outdated. A stack that is not in its file comes
-    from the record: a worker that goes on after the hang of another one gets no signal to write its stack.
+    ``has_stacks``, ignore the stack files, because they are outdated. If a worker has written no stack file,
+    its stack comes from its flight record: a worker that goes on when another one hangs gets no signal to
+    write the file.
     """
     deadline = time.monotonic() + _TIME_LIMIT
     facts = []
