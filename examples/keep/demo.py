@@ -1,10 +1,14 @@
-"""Has accidents happen to a training; tells how many steps each of them costs.
+"""Has accidents happen to the training in `train.py`, and tells how many steps each accident costs.
 
-A worker is killed, raises an exception, or hangs; a node is drained (SIGTERM to its agent), or lost. The
-training is `train.py`. It runs under torchrun, where it continues from a checkpoint of every 25 steps, and
-under `python -m elasticrs.launch`, where it continues from the state that `Keep` has kept: first on one node,
-then on three (agents on the loopback interface), of which two leave. Exits with 1 when anything is not as
-promised: a step was lost with `Keep`, or its training on one node ended differently from an undisturbed one.
+A worker is killed, raises an exception, or hangs. A node is drained (SIGTERM to its agent) or lost.
+
+The training runs under torchrun, where it continues from its last checkpoint (one every 25 steps). It also
+runs under elasticrun (`python -m elasticrs.launch`), where it continues from the state that `Keep` has copied
+into memory. Under each of them, it runs first on one node, and then on three (three agents on this machine),
+two of which leave.
+
+Exits with 1 if a promise is broken: a step was lost with `Keep`, or the training with `Keep` on one node did
+not end with the same result as a training without accidents.
 """
 
 import os
@@ -25,7 +29,7 @@ WORKERS = 2
 NODES = 3
 ON_ONE_NODE = {"kill": 65, "raise": 120, "hang": 190}
 ON_NODES = {"drain": 90, "lose": 165}
-"""Steps in which accidents happen."""
+"""Accidents on one node and on several nodes, and the training step in which each of them happens."""
 WORDS = {
     "kill": "SIGKILL of a worker",
     "raise": "exception in a worker",
@@ -34,7 +38,7 @@ WORDS = {
     "lose": "loss of a node",
 }
 LIMIT = 200.0
-"""Seconds after which a job is ended."""
+"""Seconds after which this program ends a job that still runs."""
 
 STAMP = re.compile(r"stamp (?P<what>\w+) rank=\d+ step=(?P<step>\d+) ns=(?P<ns>\d+) pid=(?P<pid>\d+)")
 DONE = re.compile(r"done: accuracy ([\d.]+%), sum of the parameters (\S+)")
@@ -42,8 +46,8 @@ DONE = re.compile(r"done: accuracy ([\d.]+%), sum of the parameters (\S+)")
 TORCHRUN = [str(Path(sys.executable).parent / "torchrun"), "--max-restarts", "6"]
 OURS = [sys.executable, "-m", "elasticrs.launch", "--max-restarts", "3", "--warm", "auto"]
 SHARED = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
-"""Variable of torchrun. Without it, a restarted rank often finds the addresses of the attempt before, and
-fails (torchrun 2.15).
+"""Environment variable of torchrun. If it is not set, a restarted rank often fails, because it finds the
+ranks' addresses of the attempt before in the store (torchrun 2.15).
 """
 
 
@@ -61,7 +65,7 @@ class Cost(NamedTuple):
     lost: int
     """Steps that had ended before the accident and were run again."""
     seconds: float
-    """Time from the accident until a rank had ended a step that no rank had ended before."""
+    """Time from the accident until a rank completed a step that no rank had completed before."""
 
 
 class Story(NamedTuple):
@@ -72,12 +76,13 @@ class Story(NamedTuple):
 
 
 class Job:
-    """The agents of a job, which run `train.py`, and what they print. Also the accidents of nodes.
+    """Starts the agents of a job that runs `train.py`, and reads what they print. Also drains or kills an
+    agent when its worker prints that it is to be drained or lost.
 
     Args:
-        launcher: command of an agent, with the options that all agents have.
-        checkpoint: file of the checkpoints.
-        accidents: those that happen, with their steps.
+        launcher: command that starts an agent, with the options that are the same for all agents.
+        checkpoint: file for the checkpoints.
+        accidents: the accidents that happen, with the training step of each one.
     """
 
     def __init__(self, launcher: Sequence[str], checkpoint: Path, accidents: dict[str, int]) -> None:
@@ -88,11 +93,18 @@ class Job:
         self.output = ""
         self._agents: list[subprocess.Popen[bytes]] = []
         self._rest: dict[int, bytes] = {}
-        """Start of a line, by the number of the agent whose output is open."""
+        """Beginning of a line whose end has not been read yet, by the number of the agent that prints it. Has
+        only those agents whose output is still open.
+        """
         self._ends = time.monotonic() + LIMIT
 
     def start(self, *options: str, node: int | None = None) -> None:
-        """Start the next agent. Its options are followed by those of all agents."""
+        """Start one more agent.
+
+        Args:
+            options: further options for this agent.
+            node: number of the node that this agent stands for; ``None`` if the job has only one node.
+        """
         variables = {"OMP_NUM_THREADS": "1", SHARED: "1"} | ({} if node is None else {"DEMO_NODE": str(node)})
         split = next(at for at, word in enumerate(self.command) if word.startswith("--"))
         agent = subprocess.Popen(
@@ -107,7 +119,7 @@ class Job:
         self._agents.append(agent)
 
     def read(self) -> None:
-        """Read what the agents print until all of them have ended, or the time is over."""
+        """Read what the agents print, until all of them have ended or :data:`LIMIT` is over."""
         while self._rest and time.monotonic() < self._ends:
             number_of = {agent.stdout: number for number, agent in enumerate(self._agents)}
             for pipe in select.select([self._agents[each].stdout for each in self._rest], [], [], 1.0)[0]:
@@ -129,13 +141,15 @@ class Job:
             elif stamp["what"] == "drain":
                 self._agents[number].terminate()
             elif stamp["what"] == "lose":
-                # torchrun's worker would outlive its agent.
+                # Kill the worker, too, because a worker of torchrun would outlive its agent.
                 self._agents[number].kill()
                 with suppress(ProcessLookupError):
                     os.kill(int(stamp["pid"]), signal.SIGKILL)
 
     def close(self) -> bool:
-        """End the agents that still run. Return true if the first one has succeeded."""
+        """Wait for the end of the agents until the time is over, and kill those that still run. Return true
+        if the first agent has succeeded.
+        """
         for agent in self._agents:
             with suppress(subprocess.TimeoutExpired):
                 agent.wait(max(0.0, self._ends - time.monotonic()))
@@ -152,7 +166,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="keep_") as name:
         folder = Path(name)
         undisturbed = run("Undisturbed", ours, folder / "undisturbed.pt", {})
-        # Leave the hang out, because torchrun does not notice it.
+        # Let no worker hang under torchrun, because torchrun would not notice it.
         noticed = {kind: step for kind, step in ON_ONE_NODE.items() if kind != "hang"}
         title = "torchrun, a checkpoint every 25 steps"
         theirs = run(title, [*TORCHRUN, *alone], folder / "torchrun.pt", noticed)
@@ -174,8 +188,8 @@ def run(title: str, launcher: Sequence[str], checkpoint: Path, accidents: dict[s
 
 
 def run_on_nodes(title: str, launcher: Sequence[str], checkpoint: Path) -> str:
-    """Run the training on several nodes, of which two leave, and return the output of all agents. If the
-    first agent fails, return an empty string.
+    """Run the training on several nodes. One of them is drained, and another one is lost. Return the output
+    of all agents; an empty string if the first agent fails.
     """
     with socket.create_server(("localhost", 0)) as free:
         port = free.getsockname()[1]
@@ -192,12 +206,12 @@ def run_on_nodes(title: str, launcher: Sequence[str], checkpoint: Path) -> str:
 
 
 def tell(undisturbed: str, theirs: Sequence[str], kept: Sequence[str]) -> Story:
-    """Describe the runs from their output, and list the broken promises.
+    """Tell from their output what the accidents cost in each run, and which promises are broken.
 
     Args:
         undisturbed: output of the run without accidents.
-        theirs: outputs of torchrun's runs: on one node, and on several nodes.
-        kept: outputs of the runs with `Keep`.
+        theirs: outputs of the two runs under torchrun: on one node, and on several nodes.
+        kept: outputs of the two runs under elasticrun with `Keep`: on one node, and on several nodes.
     """
     costs = [{**costs_of(alone), **costs_of(on_nodes)} for alone, on_nodes in (theirs, kept)]
     account = [f"{'What it cost':24}{'torchrun and torch.save':>32}{'elasticrun and Keep':>32}"]

@@ -1,11 +1,11 @@
-"""Handwritten digits with `elasticrs.Keep`: after a failure, no step is trained again.
+"""Trains a model on handwritten digits, with `elasticrs.Keep`: after a failure, no step is trained again.
 
 Run: elasticrun --standalone --nproc-per-node 4 --max-restarts 3 --hang-timeout 3 examples/keep/train.py
-Try: add --accidents kill:60 raise:120 hang:180. `make demo-keep` does that, also drains and loses nodes, and
-compares it with torchrun.
+Try: add --accidents kill:60 raise:120 hang:180 to let workers fail in these steps. `make demo-keep` does so,
+lets nodes fail, too, and compares elasticrun with torchrun.
 
-The lines marked with `keep` are all that a script needs. Under torchrun they do nothing, and the job
-continues from its last checkpoint instead.
+The lines with the comment `# keep` are all that a script needs to use `Keep`. Under torchrun, they do
+nothing, and after a failure the job continues from its last checkpoint.
 """
 
 import argparse
@@ -114,10 +114,11 @@ def save(path: Path, objects: dict[str, Any], step: int) -> None:
 
 
 def have_accident(arguments: argparse.Namespace, step: int) -> None:
-    """Fail in this step if the command line says so, but only in the first attempt that reaches it.
+    """Fail in this step if the option --accidents says so, but only the first time that the job reaches the
+    step.
 
-    The demo sends SIGTERM to the agent of the worker that stamps `drain`. It kills the worker that stamps
-    `lose`, and its agent.
+    For the accidents `drain` and `lose`, print a line, upon which `demo.py` acts: it sends SIGTERM to the
+    agent of a worker that prints `drain`, and kills a worker that prints `lose` together with its agent.
     """
     rank, node = dist.get_rank(), os.environ.get("DEMO_NODE")
     kinds = {"1": ("drain",), "2": ("lose",)}.get(node or "", ("kill", "raise", "hang") if rank == 1 else ())

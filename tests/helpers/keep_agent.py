@@ -92,7 +92,9 @@ class Programs:
 
 @contextmanager
 def keep_files(workers: int) -> Iterator[KeepFiles]:
-    """Files that the agent has prepared for the first attempt."""
+    """Make files into which workers copy their training state, as an agent makes them before its first start
+    of the workers.
+    """
     with closing(MemoryFiles(workers)) as memory:
         files = KeepFiles(memory)
         files.begin({}, {}, None)

@@ -23,7 +23,9 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 
 class Forked:
-    """The part of :class:`subprocess.Popen` that `Launched` uses."""
+    """Process that :meth:`TorchPrograms.popen` has started. It has those members of
+    :class:`subprocess.Popen` that `Launched` uses.
+    """
 
     def __init__(self, pid: int, stdin: IO[bytes], stdout: IO[bytes], stderr: IO[bytes]) -> None:
         self.pid, self.stdin, self.stdout, self.stderr = pid, stdin, stdout, stderr
@@ -67,9 +69,9 @@ class TorchPrograms(Forker):
             return subprocess.CompletedProcess([program, *arguments], code, *output)
 
     def popen(self, argv: Sequence[str], *, env: Mapping[str, str], cwd: Path, stdin: int, **how: Any) -> Any:
-        """Start the launcher or a Python program in place of :class:`subprocess.Popen`. It is a fork of the
-        process that has imported torch. The workers of the launcher are forks of it, so none of them imports
-        torch.
+        """Start elasticrun or a Python program as a fork of the process that has imported torch. Start any
+        other program by :class:`subprocess.Popen`, which this method replaces. The workers of elasticrun are
+        forks, too, so no process has to import torch again.
         """
         arguments: Sequence[str]
         if tuple(argv[:3]) == LAUNCHERS["elasticrs"]:
@@ -91,7 +93,7 @@ class TorchPrograms(Forker):
         return Forked(pid, open(ours[0], "wb"), open(ours[1], "rb"), open(ours[2], "rb"))
 
     def preload(self, *modules: str) -> None:
-        """Import modules that all programs from now on inherit."""
+        """Import modules into the process whose forks run the programs, so that later programs need not."""
         for module in modules:
             self.order({"import": module})
             assert self._take_line(HANG, f"the import of {module} hangs")

@@ -364,7 +364,7 @@ def test_a_drained_node_costs_no_step(agents, tmp_path, how):
     assert begun == {max(ended)}
     assert len(set(said(job, "END"))) == 1
     told = [line for agent in job for line in agent.stderr.splitlines() if "can continue at step" in line]
-    assert [f"step {max(ended)}," in line for line in told] == [True]  # The spare was not there before.
+    assert [f"step {max(ended)}," in line for line in told] == [True]  # The spare had no copies.
 
 
 @pytest.mark.torch
@@ -386,7 +386,9 @@ def test_the_state_of_a_failed_job_goes_on_in_the_next_one(agents, tmp_path):
 @pytest.mark.torch
 @pytest.mark.slow
 def test_a_lost_node_of_replicated_shards_costs_no_step(launch, worker_script, tmp_path):
-    """Each of two nodes has all shards. The ranks 0 and 2, and 1 and 3, have the same ones."""
+    """Lose one of two nodes. The other one still has the whole state, because ranks 0 and 2 have the same
+    part of it, and so have ranks 1 and 3.
+    """
     script, port = worker_script(HYBRID), ports.free()
     where = ("--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{port}", "--rdzv-id=k", "--warm=torch")
     command = ("--nnodes=2", "--nproc-per-node=2", *where, "--max-restarts=1", script)

@@ -1,4 +1,4 @@
-"""Copies of sharded state on a partner node."""
+"""Tests of ``--keep-peers``: each node keeps copies of the training state of another node, its partner."""
 
 import json
 import os
@@ -48,7 +48,9 @@ def test_a_copy_is_sent_only_if_no_other_node_has_the_same(contents, per_node):
 
 @st.composite
 def lost_nodes(draw):
-    """Holdings of sharded ranks on 2 to 5 nodes, some of which are lost. Each rank has the secured step."""
+    """Draw what 2 to 5 nodes tell each other about their copies of sharded state after up to two of them were
+    lost. Each rank and its partner have a copy of step 10, which is secured. Some also have one of step 20.
+    """
     count, per_node = draw(st.integers(2, 5)), draw(st.integers(1, 2))
     lost = draw(st.sets(st.integers(0, count - 1), max_size=2))
     taken_from, found = sources(count), []
@@ -100,7 +102,9 @@ WRITING = -1
 
 
 class Model:
-    """Ranks of several nodes, one on each, that agree on generations. Rank 0 leads, as in :class:`.Peers`."""
+    """Model of :class:`.Peers` without threads: several nodes with one rank each make generations (copies of
+    one step by all ranks). Each rank downloads the copy of another rank, and rank 0 announces the next step.
+    """
 
     def __init__(self, count, random):
         self.ranks, self.random, self.sources = range(count), random, sources(count)
@@ -112,7 +116,7 @@ class Model:
         self.taking, self.done = {}, {}
 
     def actions(self):
-        """Return what may happen next."""
+        """Yield each event that may happen next, as a method and the rank to which it happens."""
         for rank in self.ranks:
             if self.copying[rank] is not None:
                 yield self.finish_copy, rank
@@ -178,7 +182,9 @@ class Model:
             self.own[rank][self.random.choice(free)] = self.steps[rank]
 
     def common(self, lost):
-        """Return the steps of which all ranks have a copy after the loss of a node."""
+        """Return the steps of which each rank's copy is left after the loss of the node ``lost``: its own
+        one, or for the lost rank that on its partner.
+        """
         found = [
             self.taken[self.sources.index(rank)] if rank == lost else self.own[rank] for rank in self.ranks
         ]
@@ -196,7 +202,8 @@ def test_once_a_generation_is_secured_the_loss_of_a_node_leaves_a_common_step(co
             for lost in (None, *range(count)):
                 assert max(model.common(lost)) >= model.secured
     assert model.number > 2
-    # The ranks on the other nodes copy their state before they are stopped.
+    # A node is lost. The agents of the other nodes stop their ranks, which first copy their state once more.
+    # That must not replace the last copies of a common step.
     lost = model.random.randrange(count)
     for rank in model.ranks:
         if rank != lost:
@@ -205,7 +212,7 @@ def test_once_a_generation_is_secured_the_loss_of_a_node_leaves_a_common_step(co
 
 
 class Store:
-    """The store of an attempt."""
+    """Imitates :class:`.nodes.Store`, through which the ranks of an attempt exchange values."""
 
     def __init__(self):
         self.values, self.lock = {}, threading.Lock()
@@ -229,8 +236,8 @@ class Store:
 
 
 class Wire:
-    """Relays one client after the other to a server. ``fault`` changes what the server sends, or returns
-    ``None`` to end the connection.
+    """Faulty network between a server and its clients: relays the bytes of one client after the other. The
+    function ``fault`` may change the bytes that the server sends. It returns ``None`` to end the connection.
     """
 
     def __init__(self, address, fault):
@@ -267,7 +274,9 @@ class Wire:
 
 
 class Ranks:
-    """One rank on each of several nodes, in this process: their files, and the threads of their peers."""
+    """Ranks of several nodes, one on each, in this process. Each rank has a file for its own copies, a file
+    for those of another rank, and a thread that downloads them (:class:`.Peers`).
+    """
 
     def __init__(self, monkeypatch, count, *, restored=None, memory=1 << 30, every=None):
         self.store, self.said, self.step = Store(), [], restored or 0
@@ -294,7 +303,9 @@ class Ranks:
                 self.copy(rank, restored)
 
     def copy(self, rank, step, content=None):
-        """Copy the state of a rank: some bytes that are different in each step and on each rank."""
+        """Write a copy of a rank's state into its file. The state consists of bytes that are different in
+        each step and on each rank, unless ``content`` has other ones.
+        """
         kept = self.peers[rank].generations.protected() - {step}
         slots = [slot for slot in self.own[rank].slots if slot.complete_step not in kept or not kept - {None}]
         slot = min(slots, key=lambda each: each.sequence)
@@ -313,14 +324,18 @@ class Ranks:
             assert rank < len(self.own)
 
     def announced(self):
-        """Wait until all ranks know the next step to copy. Return it, and the step that is secured."""
+        """Wait until all ranks know which step they copy next. Return this step, and the secured one (which
+        can be restored after the loss of a node).
+        """
         wait_until(lambda: all(not peers.generations._is_done for peers in self.peers))
         (step,) = {peers.generations._announced for peers in self.peers}
         (secured,) = {peers.generations.secured for peers in self.peers}
         return step, secured
 
     def copy_all(self, *, without=(), content=None):
-        """Let all ranks end the announced step, and copy it. Return it."""
+        """Have all ranks complete the step that rank 0 has announced, and copy their states, except for the
+        ranks ``without``, whose copies fail. Return the step.
+        """
         step, _ = self.announced()
         for rank, schedule in enumerate(self.schedules):
             if rank in without:
@@ -333,7 +348,7 @@ class Ranks:
         return step
 
     def taken(self, node):
-        """Return the steps of the copies that a node has of another node, and their contents."""
+        """Return the copies that a node has downloaded from another node: by step, the rank and the bytes."""
         file = KeepFile(self.files[node][1].places[0])
         found = {}
         for slot in file.slots:
@@ -360,9 +375,9 @@ SIZE = (4 << 20) + 4096
 
 @pytest.fixture
 def ranks(monkeypatch):
-    """Make the ranks of several nodes."""
-    monkeypatch.setenv("OPENBLAS_NUM_THREADS", "1")  # Its threads would stay.
-    import torch  # Import it here, because it takes seconds, and the other tests do not need it.
+    """Return a function that makes :class:`Ranks`. They are closed after the test."""
+    monkeypatch.setenv("OPENBLAS_NUM_THREADS", "1")  # No threads that outlive the test.
+    import torch  # Here, because the import takes seconds, and not all tests need it.
 
     torch.set_num_threads(1)
     monkeypatch.setattr("elasticrs._engine.inside.keep.peers._END_LIMIT", 0.1)
@@ -372,7 +387,9 @@ def ranks(monkeypatch):
 
 @pytest.fixture
 def wire():
-    """Put a wire with faults between a node and its source."""
+    """Return a function that puts a :class:`Wire` between the server of the node ``source`` and the node that
+    downloads copies from it.
+    """
     with ExitStack() as stack:
 
         def put(ranks, source, fault):
@@ -440,7 +457,7 @@ def test_a_damaged_copy_of_a_partner_is_dropped_when_another_node_wants_to_resto
     made.begin()
     step = made.copy_all()
     made.announced()
-    # Node 0 has the copy of rank 1, whose node is lost.
+    # Suppose that the node of rank 1 is lost. Node 0 has downloaded rank 1's copy before, and serves it.
     theirs = KeepFile(made.files[0][1].places[0])
     (number,) = [each for each, slot in enumerate(theirs.slots) if slot.complete_step == step]
     copy, said = f"{layout.SLOTS + number}", []
@@ -564,9 +581,9 @@ def test_the_pace_holds_the_rate(pieces, rate):
         now[0] += held_up
         delay = pace.delay(size)
         now[0] += delay
-        # Each piece is sent when the rate allows the bytes before it, and at most 50 ms earlier.
+        # When a piece is sent, the bytes before it must not exceed the rate. 50 ms too early is allowed.
         assert sent <= (now[0] - 100 + 0.051) * rate
-        # The sender waits only as long as the bytes before the piece need.
+        # If the sender has to wait, then only for as long as the bytes before the piece need at this rate.
         assert not delay or sent >= (now[0] - 100 - sum(gap for _, gap in pieces)) * rate * 0.99
         sent += size
 
@@ -575,7 +592,8 @@ def test_a_transfer_is_not_faster_than_the_limit():
     data = os.urandom(4 << 20)
     begun = time.monotonic()
     sent = b"".join(in_chunks(memoryview(data), Pace(20e6)))
-    # The last piece needs no pause, and the first ones may be 50 ms early.
+    # The limit is a little lower, because the first pieces may be sent 50 ms early, and no pause follows the
+    # last one.
     assert time.monotonic() - begun >= 0.95 * len(data) / 20e6 - 0.075
     assert len(sent) == len(data) + 4
 
@@ -614,7 +632,9 @@ TRAINS = """
 
 @pytest.fixture
 def agents(launch, worker_script):
-    """Start agents of a job with three nodes. The first agent hosts the store."""
+    """Return a function that starts agents of a job with three nodes. The first agent hosts the store of the
+    rendezvous. A fourth one waits until it can replace a lost node.
+    """
     script, port = worker_script(TRAINS), ports.free()
     options = ("--nnodes=3", "--nproc-per-node=1", "--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{port}")
     more = ("--rdzv-id=k", "--max-restarts=1", "--warm=torch", "--keep-peers=1", script)
@@ -653,7 +673,7 @@ def test_a_lost_node_costs_the_steps_since_the_last_secured_copy(agents):
     begun = [line.split() for line in said(left, "BEGIN 2")]
     (step,) = {int(words[1]) for words in begun}
     ended = max(int(line.split()[1]) for line in said(job, "STEP 1"))
-    # The copies are 5 steps apart, and one of them may be on its way.
+    # Copies are 5 steps apart. When the node is lost, the newest one may not be on its partner yet.
     assert 0 < ended - step <= 11
     lines = "".join(agent.stderr for agent in left)
     assert f"the training continues at step {step}, copied by 3 of 3 ranks" in lines

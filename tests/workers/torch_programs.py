@@ -1,7 +1,8 @@
 """Imports torch once, and runs each program in a fork of this process; see `helpers/torch_programs.py`.
 
-Writes a line when torch is there. Takes one JSON object per line, and writes the exit code of each program as
-one line; of a program that goes on, the pid.
+Writes a line when torch has been imported. Then reads orders, one JSON object per line, and answers each of
+them by a line: an order to run a program by its exit code, an order to start a program by its pid, and an
+order to import a module by ``True``.
 """
 
 import json
@@ -39,13 +40,13 @@ def run(order):
 
 
 def start(order):
-    """Run a program in a grandchild of this process, and return its pid. It becomes a child of the tests,
-    which adopt orphans.
+    """Start a program in a grandchild of this process. Return the pid of the grandchild, which becomes a
+    child of the process that runs the tests, because that one adopts orphans.
     """
     reader, writer = os.pipe()
     between = os.fork()
     if not between:
-        # Before the tests, which wait for the pid, close their ends of the pipes.
+        # Open the pipes before the pid is sent. When the tests have received it, they close their ends.
         redirect(order)
         if pid := os.fork():
             os.write(writer, b"%d" % pid)
