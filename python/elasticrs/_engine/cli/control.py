@@ -29,7 +29,7 @@ _LOOK = 0.2
 
 
 _SIGNAL_LIMIT = 90.0
-"""Maximum seconds to wait until the ranks have got the signal to save or stop. Agents send it in a minute."""
+"""Maximum seconds to wait until the ranks have got the signal to save or stop. Agents send it within 60 s."""
 
 
 def run(args: Sequence[str]) -> int:

@@ -40,7 +40,7 @@ class Connection(http.client.HTTPConnection):
 
     def connect(self) -> None:
         self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        # Do not use Python's own time limit here, because then connecting fails at once if the queue is full.
+        # With Python's own time limit, connecting would fail at once if the socket's queue is full.
         seconds, part = divmod(self.timeout or 0.0, 1)
         limit = struct.pack("ll", int(seconds), int(part * 1e6))
         self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)

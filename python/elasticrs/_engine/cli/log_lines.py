@@ -18,13 +18,13 @@ if TYPE_CHECKING:
     from elasticrs._engine.cli.control_client import Agent
 
 _BLOCK = 1 << 18
-"""Bytes that are read of a file at once. At first, that is its last block, which has the last lines."""
+"""Bytes that are read of a file at once. Its last lines are searched in as many bytes at its end."""
 
 _LONGEST = 1 << 20
 """Longest line in bytes. The rest of a longer one counts as the next line."""
 
 _ASK = 1.0
-"""Seconds between two looks whether the workers have been restarted, which then write other files."""
+"""Seconds between two looks whether the workers have been restarted. They write other files then."""
 
 
 class LogFile:

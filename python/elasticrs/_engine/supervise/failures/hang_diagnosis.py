@@ -160,7 +160,7 @@ def diagnose_running(attempt: Attempt, seconds: float) -> Diagnosis | None:
 
 
 _asking = _thread.allocate_lock()
-"""Held while a thread asks workers for flight records, because each request deletes the last answers."""
+"""Lock for asking workers for flight records, because each request deletes the file of the last answer."""
 
 
 def facts_of_running(attempt: Attempt, seconds: float) -> list[RankFacts]:
@@ -185,7 +185,8 @@ def facts_of_running(attempt: Attempt, seconds: float) -> list[RankFacts]:
 def where_running(attempt: Attempt, seconds: float) -> dict[str, Any]:
     """Return which code the ranks on this node are running, as fields of an answer to ``elasticctl``: the
     ``stacks`` of their main threads (equal ones only once, with their ranks; innermost frame first), the
-    ranks that have not told their stack (``silent``), and which ranks wait for which (``message``).
+    ranks that have not told their stack (``silent``), and which ranks wait for which (``message``). Block
+    for at most ``seconds``.
     """
     facts = facts_of_running(attempt, seconds)
     running = {attempt.global_ranks()[local_rank]: local_rank for local_rank in attempt.running()}
