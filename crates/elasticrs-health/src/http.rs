@@ -16,7 +16,7 @@ pub struct Request {
     pub length: usize,
 }
 
-/// Method of a request. Only a control socket accepts [`Method::Post`].
+/// Method of a request. [`Method::Post`] is accepted only over the agent's Unix socket, not over TCP.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Method {
     Get,
@@ -36,7 +36,7 @@ pub struct Response {
 pub const TEXT: &str = "text/plain; charset=utf-8";
 /// Content type of JSON.
 pub const JSON: &str = "application/json";
-/// Content type of replies to an order: lines of JSON.
+/// Content type of the agent's replies to an order: lines that are JSON objects.
 const LINES: &str = "application/x-ndjson";
 /// Content type of Prometheus' text format.
 pub(crate) const METRICS: &str = "text/plain; version=0.0.4; charset=utf-8";
@@ -65,7 +65,7 @@ impl Response {
     }
 }
 
-/// Returns the head of a response whose lines follow one by one, until the server closes the connection.
+/// Returns the head of a response without a length: lines follow one by one until the server closes the connection.
 pub(crate) fn head_of_lines() -> String {
     format!("HTTP/1.1 200 OK\r\nContent-Type: {LINES}\r\nCache-Control: no-store\r\nConnection: close\r\n\r\n")
 }

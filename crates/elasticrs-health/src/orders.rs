@@ -1,5 +1,5 @@
-//! Orders to the agent, such as a request to stop the job, which programs of the same user send over its control
-//! socket. The agent's loop takes them, and replies with lines of text.
+//! Orders to the agent, such as to stop the job. Programs of the same user (`elasticctl`) send them over the agent's
+//! Unix socket, the control socket. The agent's main loop takes them, and replies with lines of text.
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::Mutex;
@@ -18,7 +18,7 @@ pub struct Caller {
     pub pid: Option<i32>,
 }
 
-/// An order that waits for the agent's loop. The loop replies to its number.
+/// An order to the agent. The agent's main loop gives the order's `number` with each reply.
 #[derive(Debug, PartialEq, Eq)]
 pub struct Order {
     pub number: u64,
@@ -26,7 +26,7 @@ pub struct Order {
     pub text: String,
 }
 
-/// The orders that are not finished, at most one for each connection to the control socket.
+/// The orders to the agent that have not got their last reply yet, at most one for each connection to the socket.
 #[derive(Debug, Default)]
 pub(crate) struct Orders(Mutex<Open>);
 
@@ -37,7 +37,7 @@ struct Open {
     replies: HashMap<u64, UnboundedSender<String>>,
 }
 
-/// Lines of the replies to one order. When this value is dropped, the order is forgotten.
+/// Receives the lines with which the agent replies to one order. Dropping this value discards the order.
 #[derive(Debug)]
 pub(crate) struct Replies<'orders> {
     orders: &'orders Orders,
@@ -46,7 +46,7 @@ pub(crate) struct Replies<'orders> {
 }
 
 impl Orders {
-    /// Adds an order, and returns its future replies.
+    /// Adds an order for the agent, and returns the value that receives the replies to it.
     pub(crate) fn put(&self, caller: Caller, text: String) -> Replies<'_> {
         let (reply, lines) = unbounded_channel();
         let mut open = lock(&self.0);
@@ -57,12 +57,12 @@ impl Orders {
         Replies { orders: self, number, lines }
     }
 
-    /// Returns the orders that have arrived since the last call, in order.
+    /// Returns the orders that have arrived since the last call, the oldest first.
     pub(crate) fn take(&self) -> Vec<Order> {
         lock(&self.0).waiting.drain(..).collect()
     }
 
-    /// Passes a line to the program that has sent the order, unless that program has gone.
+    /// Passes a line to the program that has sent the order `number`, unless that program has disconnected.
     pub(crate) fn reply(&self, number: u64, line: String, is_last: bool) {
         let mut open = lock(&self.0);
         if let Some(reply) = open.replies.get(&number) {
@@ -76,7 +76,7 @@ impl Orders {
 }
 
 impl Replies<'_> {
-    /// Waits for the next line. `None` after the last one. Cancel-safe.
+    /// Waits for the next line of the agent. `None` after the last one. Cancel-safe.
     pub(crate) async fn next(&mut self) -> Option<String> {
         self.lines.recv().await
     }

@@ -31,7 +31,7 @@ use crate::processes::Worker;
 
 /// Maximum number of simultaneous connections. See HEALTH-2.
 pub const MAX_CONNECTIONS: usize = 64;
-/// Like [`MAX_CONNECTIONS`], for the control socket, which only programs of the same user can reach.
+/// Maximum number of simultaneous connections to the control socket (the agent's Unix socket for `elasticctl`).
 pub const MAX_CONTROLLERS: usize = 16;
 /// Time limit for receiving a client's request. The same limit applies to sending the response (HEALTH-1).
 pub(crate) const CLIENT_LIMIT: Duration = Duration::from_secs(2);
@@ -131,8 +131,8 @@ impl Handle {
         Ok(Self { port, shared, runtime: Mutex::new(Some(runtime)), owner: std::process::id() })
     }
 
-    /// Also serves the connections to a Unix socket that listens. Programs of this user and of root can send orders
-    /// over it, see [`Self::take_orders`].
+    /// Also serves the connections to `socket`, a listening Unix socket. Programs of this user and of root can send
+    /// orders to the agent over it. The agent gets them from [`Self::take_orders`].
     pub fn serve_control(&self, socket: OwnedFd) -> io::Result<()> {
         let listener = UnixListener::from(socket);
         listener.set_nonblocking(true)?;
@@ -143,12 +143,12 @@ impl Handle {
         Ok(())
     }
 
-    /// Returns the orders that have arrived, in order. When there are new ones, [`Self::fd`] is readable.
+    /// Returns the new orders to the agent, the oldest first. When there are some, [`Self::fd`] is readable.
     pub fn take_orders(&self) -> Vec<Order> {
         self.shared.orders.take()
     }
 
-    /// Sends a line of text to the program that has sent an order. `is_last` ends the answer.
+    /// Sends a line of text to the program that has sent the order `number`. `is_last`: the line ends the answer.
     pub fn reply(&self, number: u64, line: String, is_last: bool) {
         self.shared.orders.reply(number, line, is_last);
     }
@@ -241,7 +241,7 @@ impl Drop for Handle {
     }
 }
 
-/// The connections to one listener (HEALTH-2).
+/// The open connections to one listening socket. A new one beyond the limit `most` ends the oldest (HEALTH-2).
 struct Clients {
     tasks: JoinSet<()>,
     oldest: VecDeque<AbortHandle>,
@@ -253,7 +253,7 @@ impl Clients {
         Self { tasks: JoinSet::new(), oldest: VecDeque::new(), most }
     }
 
-    /// Waits for the end of a connection. Cancel-safe. Never ends while there is none.
+    /// Waits until a connection ends, forever if there is no connection. Cancel-safe.
     async fn ended(&mut self) {
         match self.tasks.join_next().await {
             Some(_) => self.oldest.retain(|client| !client.is_finished()),
@@ -290,7 +290,7 @@ async fn run(listener: std::net::TcpListener, shared: Arc<Shared>, notices: Noti
 }
 
 async fn run_control(listener: UnixListener, shared: Arc<Shared>) {
-    // This fails only if the process has no descriptor left. A program that connects then gets no answer.
+    // This fails only if the process has no file descriptor left. Then programs that connect get no answer.
     let Ok(listener) = tokio::net::UnixListener::from_std(listener) else { return };
     let mut clients = Clients::new(MAX_CONTROLLERS);
     loop {
@@ -311,13 +311,13 @@ async fn run_control(listener: UnixListener, shared: Arc<Shared>) {
     }
 }
 
-/// A connection: over TCP, or to the control socket.
+/// A connection to the server, over TCP or over a Unix socket.
 trait Stream: AsyncRead + AsyncWrite + AsRawFd + Unpin {}
 
 impl<S: AsyncRead + AsyncWrite + AsRawFd + Unpin> Stream for S {}
 
 /// Serves one client, within the time limits of HEALTH-1. An error affects only this client. `caller` is the process
-/// that has connected to the control socket; `None` over TCP, where the job can only be read.
+/// that has connected to the control socket; `None` over TCP, where a client can only read the state of the job.
 async fn serve(stream: &mut impl Stream, shared: &Shared, caller: Option<Caller>) {
     let Ok(Ok(received)) = timeout(CLIENT_LIMIT, receive(stream)).await else { return };
     let (response, head_only) = match (received, caller) {
@@ -371,8 +371,8 @@ async fn receive(stream: &mut impl Stream) -> io::Result<Result<(Request, String
     Ok(Ok((request, body)))
 }
 
-/// Passes an order to the agent's loop, and sends the lines of its replies as they come, until the last one, or until
-/// the client disconnects.
+/// Passes a client's order to the agent's main loop, and sends the lines of the agent's replies to the client as they
+/// come. Ends after the last line, or when the client disconnects.
 async fn carry_out(stream: &mut impl Stream, shared: &Shared, caller: Caller, order: String) {
     let mut replies = shared.orders.put(caller, order);
     shared.wake.set();
