@@ -226,11 +226,8 @@ def test_the_status_page_and_the_report_tell_what_is_kept(launch, worker_script)
     assert first["continued"] is None
     assert (second["continued"]["step"], second["continued"]["lost"]) == (7, 0)
     assert second["kept"]["ended_step"] == 8
-    lost = "1 step lost (step 8 was not copied) was kept in memory"
-    assert (
-        f"step 7, copied at the failure by 1 of 1 ranks, {lost}; it has ended with the job (with --keep-save"
-        in job.stderr
-    )
+    lost = "1 step lost (step 8 was not copied)) has ended with the job"
+    assert f"step 7, copied at the failure by 1 of 1 ranks, {lost} (with --keep-save" in job.stderr
 
 
 PROGRESSES = """
@@ -267,7 +264,7 @@ def test_a_failed_job_of_several_nodes_says_which_step_is_gone(launch, worker_sc
     body = "    join(ended=7); keep(0, 6); keep(1, int(sys.argv[1])); sys.exit(int(sys.argv[1]))"
     script = worker_script(KEEPS + body)
     job = launch(*options, "--rdzv-conf=last_call_timeout=0", script, "7").exits(1)
-    assert "keep: step 7, which this node had kept in memory, has ended with the job" in job.stderr
+    assert "keep: the copy of step 7 in the memory of this node has ended with the job" in job.stderr
     job = launch(*options, "--rdzv-conf=last_call_timeout=0", script, "0").exits(0)
     assert "has ended with the job" not in job.stderr
 
@@ -300,6 +297,15 @@ def saving(launch, worker_script, tmp_path):
     return start
 
 
+def test_a_job_that_is_stopped_says_which_step_is_gone(saving):
+    job = saving("stop")
+    job.wait_for_line("KEPT")
+    job.wait_for_line("KEPT")
+    job.signal(signal.SIGTERM)
+    job.wait()
+    assert "keep: the copy of step 12 in the memory of this node has ended with the job" in job.stderr
+
+
 def plans_after(run, *options, nproc=2):
     _, plans = run("", *options, nproc=nproc)
     return plans[0]
@@ -316,7 +322,7 @@ def test_state_of_a_job_that_ends_without_success_is_saved_for_the_next_one(run,
     job.wait()
     (saved,) = folder.iterdir()
     assert f"step 12 is saved in {saved}" in job.stderr
-    assert ("it is saved in" in job.stderr) == (how == "fail")
+    assert (") is saved in" in job.stderr) == (how == "fail")
     for rank, plan in plans_after(run, f"--keep-save={folder}").items():
         assert (plan["step"], plan["exact"], plan["folder"]) == (12, True, str(saved))
         # The state is replicated, so one copy serves all.
@@ -367,7 +373,7 @@ def test_saved_state_that_makes_two_attempts_fail_alike_is_set_aside(run, saving
 
 def test_job_whose_state_cannot_be_saved_ends_as_usual(saving, launch, worker_script, tmp_path):
     (tmp_path / "file").write_text("")
-    job = saving("fail", f"--keep-save={tmp_path / 'file'}", "--exit-codes=worker")
+    job = saving("fail", f"--keep-save={tmp_path / 'file' / 'below'}", "--exit-codes=worker")
     assert job.wait() == 9
     assert "step 12 is not saved in" in job.stderr
     job = launch(f"--keep-save={tmp_path / 'unused'}", worker_script("raise SystemExit(9)"))

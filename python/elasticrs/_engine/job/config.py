@@ -606,6 +606,13 @@ def keep_bandwidth(text: str) -> int:
     raise ValueError("bytes per second such as 500M, at least 1M, or 0 for no limit")
 
 
+def folder(text: str) -> str:
+    """Check that a path is not that of a file, so that a folder can be created there."""
+    if os.path.isfile(text):
+        raise ValueError("the path of a folder")
+    return text
+
+
 class ExitCodes(Value):
     """Exit codes of the launcher for a failed job; see ``exit_codes`` in :class:`.WorkerSettings`."""
 

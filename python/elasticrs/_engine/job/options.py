@@ -272,7 +272,7 @@ SECTIONS: dict[str, tuple[Option, ...]] = {
         _setting("keep-bandwidth", "bytes per second that a node sends to its partner, such as 500M "
                  "(default 0: no limit)", KEEP_BANDWIDTH, group=OURS),
         _setting("keep-save", "folder in which the next job finds the kept state",
-                 Kind(str, "FOLDER", "the path of a folder"), group=OURS),
+                 Kind(config.folder, "FOLDER", "the path of a folder"), group=OURS),
         _setting("role", 'role of the workers, in their environment and in log lines (default "default")',
                  NAME),
         Option("numa-binding", "bind workers to CPUs near their GPUs: node, socket, exclusive or "

@@ -228,10 +228,10 @@ class Choice(Value):
         """Describe this choice in the report of a job that has failed."""
         if self.step is None:
             return f"no state is kept{self._reason}"
-        where = f"it is saved in {self.folder}"
+        where = f"is saved in {self.folder}"
         if not self.folder:
-            where = "it has ended with the job (with --keep-save FOLDER, the next job can go on from it)"
-        return f"the state of {self._described()} was kept in memory; {where}"
+            where = "has ended with the job (with --keep-save FOLDER, the next job can go on from it)"
+        return f"the kept state ({self._described()}) {where}"
 
     @property
     def _reason(self) -> str:

@@ -352,7 +352,8 @@ class AgreedSteps:
             return common_step(request.call.take())
         # Catch all errors, because the store may be lost, or have any content.
         except Exception as error:
-            return Send(f"another node did not answer ({type(error).__name__})")
+            why = f"another node did not answer ({type(error).__name__})"
+            return Send(f"{why}; its ranks get the signal only if its agent gets it, too")
 
     def end(self, why: str) -> None:
         """If a signal is held back, send it now. ``why``: reason why the ranks are not at the agreed step."""

@@ -216,13 +216,13 @@ class Keeping:
         return self._choice
 
     def say_what_is_gone(self) -> None:
-        """After the failure of a job with several nodes, tell the user of which step this node had copies in
-        memory, which are now lost. Do nothing in a job with one node, whose final report says so.
+        """At the end of the job, tell the user of which step this node had copies in memory, which are now
+        lost. Do nothing if there are none.
         """
-        kept = self.files.standing() if self.files is not None and self._may_have_several_nodes else None
+        kept = None if self.files is None else self.files.standing()
         if kept is not None and kept["step"] is not None:
-            gone = f"keep: step {kept['step']}, which this node had kept in memory, has ended with the job"
-            self._say(f"{gone}; the next job can go on from a checkpoint, or from --keep-save FOLDER")
+            gone = f"keep: the copy of step {kept['step']} in the memory of this node has ended with the job"
+            self._say(f"{gone} (with --keep-save FOLDER, the next job can go on from it)")
 
     def _saved(self) -> Saved | None:
         """Return the newest state that an earlier job has saved in the folder of ``--keep-save``. Return

@@ -556,8 +556,9 @@ class Agent:
         folder = keeping.save(kept, limit, self._is_interrupted)
         if is_failure:
             self.result.kept = kept and kept.replaced(folder=folder)
-            if not folder:
-                keeping.say_what_is_gone()
+        # The final report of a failed job names the step that it has chosen.
+        if not folder and not (is_failure and kept):
+            keeping.say_what_is_gone()
 
     def _is_interrupted(self, fd: int, seconds: float) -> bool:
         """Wait until a file descriptor is readable. Return true if it is not after ``seconds``, or if the
