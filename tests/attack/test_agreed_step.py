@@ -1,5 +1,5 @@
-"""All ranks handle a signal at the same training step: with the usual loops and handlers of scripts, at many
-moments, for requests to save and for stops.
+"""All ranks handle a signal at the same training step, with usual training loops and signal handlers, for
+signals that request a save and signals that stop the job, at many moments.
 """
 
 import random
@@ -41,7 +41,9 @@ def job(launch):
 
 
 def acts(launched, count):
-    """Return what the ranks have done on a signal, by the signal's number: step, place and digest."""
+    """Return for each signal, in order, what each rank printed on it: its step, the place in its training
+    loop, and a digest of its state.
+    """
     lines = launched.wait_for_lines(r"ACTED (\d+) (\d+) (\w+) (\w+)", count)
     by_rank = {}
     for line in lines:
@@ -85,7 +87,7 @@ def nodes(launch):
 
 
 def acts_of(agents, number):
-    """Return what the rank of each node has done on its newest signal, of which there were ``number``."""
+    """Wait until each rank has handled ``number`` signals. Return step, place and digest at the last one."""
     found = [each.wait_for_lines(r"ACTED (\d+) (\d+) (\w+) (\w+)", number)[-1] for each in agents]
     return [(match[2], match[3], match[4]) for match in found]
 
@@ -133,7 +135,7 @@ def test_a_training_that_was_stopped_and_resumed_ends_as_without_the_stop(job, t
         stopped = job("plain", handler, folder)
         stopped.read_for(moments.uniform(0, 0.1))
         stopped.signal(signal.SIGTERM)
-        # A rank that waits for another one in a barrier is killed after 12 s.
+        # A rank that waited for another one in a barrier would be killed after --shutdown-timeout, 12 s.
         assert stopped.exits(1)
         ((first, second),) = acts(stopped, 2)
         assert first == second

@@ -1,4 +1,4 @@
-"""All ranks learn in the same step that a checkpoint is wanted, if a program asks for it in each step."""
+"""Ranks that call ``checkpoint_requested`` in each step learn in the same one that a checkpoint is wanted."""
 
 import os
 import signal
@@ -39,7 +39,7 @@ IN_STEP = """
 
 @pytest.fixture
 def job(launch, worker_script, tmp_path):
-    """Return a function that starts a job of two ranks that are in step."""
+    """Return a function that starts a job of two ranks that wait for each other in each step."""
 
     def start(source, *options):
         for name in ("there", "back"):
@@ -52,7 +52,7 @@ def job(launch, worker_script, tmp_path):
 
 
 def acted(launched, count):
-    """Return what each rank has done: step and wish, for each signal."""
+    """Return by rank the step in which it learned of each request, and the request (save or stop)."""
     found = {}
     for match in launched.wait_for_lines(r"ACTED (\d) (\d+) (\w+)", count):
         found.setdefault(match[1], []).append((match[2], match[3]))
@@ -79,7 +79,7 @@ PAUSE = """
             signal.pause()
 """
 PAUSES = IN_STEP.replace("step += 1\n", f"step += 1{PAUSE}")
-"""The same, but a rank does not get to the end of its step."""
+"""The same program, but rank 1 pauses in its step 9, and never gets to the end of this step."""
 
 
 def test_a_second_stop_request_does_not_wait_for_a_common_step(job):

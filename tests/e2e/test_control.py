@@ -1,4 +1,4 @@
-"""``elasticctl``: finds the jobs on this machine, says how they are, and stops them."""
+"""The program ``elasticctl`` finds the jobs on this machine, shows their status, and acts on them."""
 
 import fcntl
 import http.client
@@ -42,7 +42,7 @@ if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """The folder of the sockets, which only the jobs of this test use."""
+    """The folder of the Unix sockets for ``elasticctl``, which only the jobs of this test use."""
     monkeypatch.setenv("ELASTICRS_CONTROL_DIR", str(tmp_path / "c"))
     return tmp_path / "c"
 
@@ -73,7 +73,7 @@ def asked(capsys):
 
 
 def servers_of(job):
-    """Return how many threads of the agent serve requests."""
+    """Return how many threads of the agent answer requests of ``elasticctl``."""
     names = [path.read_text() for path in Path(f"/proc/{job.pid}/task").glob("*/comm")]
     return len([name for name in names if name.startswith("elasticrs-healt")])
 
@@ -326,7 +326,7 @@ def test_restart_costs_no_restart_and_waits_for_the_next_attempt(start, folder, 
 
 
 def on_nodes(launch, worker_script, folder, nnodes, count):
-    """Start agents, and wait until the workers of all run in one attempt."""
+    """Start ``count`` agents of a job, each as a node, and wait until the workers of all of them run."""
     options = (*meeting(nnodes), "--shutdown-timeout=20", worker_script(WAITS))
     env = {"ELASTICRS_CONTROL_DIR": str(folder)}
     agents = [launch(*options, env=env) for _ in range(count)]
@@ -338,7 +338,7 @@ def on_nodes(launch, worker_script, folder, nnodes, count):
 
 
 def sizes(folder, agent):
-    """Return the state and the number of nodes, as an agent tells them."""
+    """Return the job's state and number of nodes, as an agent tells them. ``None`` without its socket."""
     if not socket_of(folder, agent).exists():
         return None
     status = status_of(folder, agent)
@@ -355,7 +355,7 @@ def test_drain_leaves_the_other_nodes_running_and_never_goes_below_the_minimum(
         code, text = asked("drain", own, f"--job={drained.pid}")
         if code == 0:
             break
-        # The first agent may host the store.
+        # This agent may host the store in which the nodes meet, and may not leave then.
         assert (code, "hosts the store" in text) == (5, True)
     assert drained.wait() == 1
     left = [agent for agent in agents if agent is not drained]
@@ -422,7 +422,7 @@ def test_py_spy_reads_the_stacks_of_silent_ranks(start, asked):
     job = start(source=WORKS, nproc=4)
     code, text = asked("stacks")
     assert code == 0
-    if "py-spy could not" not in text:  # Some kernels do not let it look.
+    if "py-spy could not" not in text:  # Some kernels do not let py-spy read.
         shown = [line.split("  ")[0] for line in text.splitlines()]
         assert shown == ["ranks 0, 1, 3", "rank 2"]
         assert "hold (worker.py:12)" in text
@@ -516,7 +516,7 @@ def test_a_job_between_attempts_tells_its_failure_and_can_be_stopped(launch, wor
 
 
 class Terminal:
-    """``elasticctl`` in a pseudo terminal of 100 columns and 30 lines."""
+    """A run of ``elasticctl`` in a pseudo terminal of 100 columns and 30 lines."""
 
     def __init__(self, *args, folder):
         self._own, other = pty.openpty()
@@ -533,7 +533,7 @@ class Terminal:
         self._other, self._seen = other, ""
 
     def until(self, text):
-        """Read until the screen has shown a text since the last call."""
+        """Read the screen until it has shown a text, after the text of the last call."""
         while text not in self._seen:
             assert procs.wait_readable(self._own), f"{text!r} is not on the screen: {self._seen!r}"
             self._seen += os.read(self._own, 65536).decode()
@@ -543,7 +543,7 @@ class Terminal:
         os.write(self._own, keys.encode())
 
     def end(self):
-        """Wait for the end. Return the exit code, and whether the terminal is as before."""
+        """Wait for the end of ``elasticctl``. Return its exit code, and whether the terminal is as before."""
         code = self.process.wait(procs.HANG)
         is_restored = termios.tcgetattr(self._other) == self.before
         os.close(self._other)
@@ -586,7 +586,7 @@ def test_another_user_is_refused(start, folder, asked):
         'sock.sendall(b\'POST /do HTTP/1.1\\r\\nContent-Length: 13\\r\\n\\r\\n{"do":"stop"}\')\n'
         "print(sock.recv(4096).decode())\n"
     )
-    # Open the way for another user, to reach the check of the peer's user id.
+    # Let another user connect to the socket, because the agent is to check the user id by itself.
     for path in (folder, *folder.parents):
         if path == Path("/tmp"):
             break
@@ -613,7 +613,7 @@ def test_orders_that_are_wrong_get_an_answer(start, folder, asked):
             response = connection.getresponse()
             assert response.status == status
             assert code is None or json.loads(response.read())["code"] == code
-    # A request that ends in the middle does not disturb the next one.
+    # A connection that ends in the middle of a request does not disturb the next request.
     with closing(socket.socket(socket.AF_UNIX)) as sock:
         sock.connect(str(socket_of(folder, job)))
         sock.sendall(b"POST /do HTTP/1.1\r\nContent-Length: 100\r\n\r\n{")

@@ -1,4 +1,4 @@
-"""The agent chooses the step at which all ranks get a signal, and sends each signal exactly once."""
+"""The agent chooses the training step after which all ranks get a signal, and sends it exactly once."""
 
 import os
 
@@ -77,7 +77,7 @@ def test_nobody_is_awaited_when_all_workers_have_exited():
 
 
 class Job:
-    """Workers that are played by the test: it writes their words into the files."""
+    """A job without worker processes: the test writes what they would write into their files in memory."""
 
     def __init__(self, workers):
         self.files = KeepFiles(MemoryFiles(workers))
@@ -96,7 +96,7 @@ class Job:
             os.pwrite(self.files.memory.fds[rank], layout.pack([value]), layout.WORD * getattr(Agreed, name))
 
     def asked(self, rank):
-        """Return number, state and step that the worker reads."""
+        """Return what the agent asks a worker for in its file: number of the request, state, and step."""
         size = 3 * layout.WORD
         return layout.unpack(os.pread(self.files.memory.fds[rank], size, layout.WORD * Agreed.NUMBER))
 
@@ -105,7 +105,7 @@ class Job:
             self.put(rank, OWNER=os.getpid(), STEPS=steps)
 
     def let_choose(self):
-        """Look until the step is chosen."""
+        """Let the agent look at the workers' files until it has chosen the step."""
         while self.asked(0)[1] == AgreedState.WAIT:
             assert 0 < self.agreed.seconds_left() < 1
 
@@ -175,7 +175,7 @@ def test_a_rank_that_does_not_come_gets_the_signal_when_the_hold_is_over(job, mo
         pass
     assert job.sent == [10]
     assert "local rank 1" in job.told[0].why
-    # A rank that stands still waits for a shorter time.
+    # Once a rank has stopped to wait for the signal, it is held back for a shorter time.
     monkeypatch.setattr(agreed_step, "_STALL", 0.01)
     job.begin()
     job.let_choose()

@@ -1,4 +1,4 @@
-"""A worker stops at the start of a step until its signal has come. Its GPU has finished its work by then."""
+"""A worker waits at the start of a step for the signal of the agent, after its GPU has finished its work."""
 
 import os
 import signal
@@ -15,7 +15,7 @@ from elasticrs._engine.inside.keep.layout import Agreed, AgreedState
 
 @pytest.fixture
 def words():
-    """The words of a worker that is asked to get SIGUSR1 after step 7."""
+    """The numbers in a worker's file that ask it to wait for SIGUSR1 after step 7."""
     words = boundary._private_words()
     words[Agreed.NUMBER], words[Agreed.STATE] = 3, AgreedState.ACT
     words[Agreed.STEP], words[Agreed.SIGNAL], words[Agreed.UNTIL] = 7, signal.SIGUSR1, 1 << 62
@@ -24,7 +24,7 @@ def words():
 
 @pytest.fixture
 def handled():
-    """Signals that the program's handler has handled."""
+    """A list of the signals that the program's handlers have got."""
     found = []
     signums = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
     before = {each: signal.signal(each, lambda signum, _frame: found.append(signum)) for each in signums}
@@ -34,7 +34,7 @@ def handled():
 
 
 def when_ready(words, act):
-    """Call ``act`` on a thread once the worker waits for its signal."""
+    """Call ``act`` on another thread once the worker waits for its signal."""
 
     def wait():
         while words[Agreed.READY] != 3:
@@ -96,7 +96,7 @@ class Optimizers:
 
 @pytest.fixture
 def counted(words, monkeypatch, handled):
-    """The module with optimizers whose steps are counted in ``words``."""
+    """A stand-in for torch's module of optimizers. The number of their steps is written into ``words``."""
     monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(compiler=SimpleNamespace(is_compiling=bool)))
     monkeypatch.setenv("ELASTICRS_KEEP", "a file")
     monkeypatch.setattr(boundary, "_map_words", lambda: words)

@@ -1,14 +1,16 @@
 """A training whose script handles signals as usual scripts do, without a line for elasticrs.
 
 Usage: ``agreed_training.py LOOP HANDLER [FOLDER]`` as the program of a job. ``LOOP``: how a step is made.
-``HANDLER``: what the script does with SIGUSR1 and SIGTERM:
+``HANDLER``: what the script does on SIGUSR1 and, with ``FOLDER``, on SIGTERM:
 
-- ``note``: print step, place and digest of the state, and go on (the state that a save would have);
-- ``flag``: set a flag, at which the loop looks after each step, and do the same there;
-- ``save``: save the state with barriers, as most scripts do, and end with code 7 (after SIGTERM).
+- ``note``: the handler prints step, place in the loop, and digest of the state that a save would have.
+- ``flag``: the handler sets a flag. The loop looks at it after each step, and prints the same there. After
+  SIGTERM, it also saves the state in ``FOLDER``, and exits with code 7.
+- ``save``: like ``note``, but on SIGTERM, the handler also saves the state in ``FOLDER``, between two
+  barriers as in most scripts, and exits with code 7.
 
-With ``FOLDER``, the training resumes from ``FOLDER/checkpoint``, ends after 60 steps, and prints its end.
-Lines: ``BEGUN RANK`` after three steps, ``ACTED RANK STEP PLACE DIGEST``, ``END RANK DIGEST``.
+With ``FOLDER``, the training resumes from ``FOLDER/checkpoint``, and ends after 60 steps. It prints the lines
+``BEGUN RANK`` after three steps, ``ACTED RANK STEP PLACE DIGEST`` at a signal, and ``END RANK DIGEST``.
 """
 
 import hashlib
@@ -35,7 +37,7 @@ def say(text):
 
 
 class Samples(Dataset):
-    """Samples that depend only on rank and position, so that a resumed training gets the same."""
+    """Samples that depend only on rank and position, so that a resumed training gets the same ones."""
 
     def __init__(self, rank, start):
         self.rank, self.start = rank, start
@@ -105,7 +107,7 @@ class Training:
                 return
 
     def look(self):
-        """Look at the flag."""
+        """If a signal handler has set the flag, act on it."""
         if flag:
             signum = flag.pop()
             flag.clear()
@@ -130,7 +132,7 @@ class Training:
             judge(model(batch)).mean().backward()
             optimizer.step()
         elif LOOP == "scaled":
-            # The scale grows until it overflows, so that the scaler leaves out some steps of the optimizer.
+            # The scale of the loss grows until it overflows, so that the scaler skips some optimizer steps.
             self.scaler.scale((model(batch) - batch).pow(2).mean()).backward()
             self.scaler.step(optimizer)
             self.scaler.update()
