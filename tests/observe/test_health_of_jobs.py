@@ -171,7 +171,7 @@ def test_status_and_metrics_show_a_failure_and_a_restart(launch, worker_script, 
     assert {"stopping", "starting"} <= status["restart_phases_ms"].keys()
     failure = status["last_failure"]
     assert (failure["rank"], failure["pid"], failure["exitcode"]) == (1, pids[1], -signal.SIGKILL)
-    assert failure["what"] == "died by SIGKILL"
+    assert (failure["what"], failure["attempt"]) == ("died by SIGKILL", "0")
     # A quick restart takes less time than the page of metrics is kept.
     value = wait_until(lambda: samples_of(port), lambda value: value("restarts_left") == 1)
     assert value("restarts_total", cause="worker_failed") == 1

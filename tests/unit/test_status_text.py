@@ -62,7 +62,8 @@ def test_a_failure_a_stuck_agent_and_missing_progress_are_told_in_the_order_of_t
     failure = {
         "rank": 3,
         "pid": 9,
-        "round": 2,
+        "attempt": "0",
+        "round": 1,
         "what": "exited with code 1",
         "exception": "ValueError: x\x1b[2J",
     }
@@ -77,7 +78,7 @@ def test_a_failure_a_stuck_agent_and_missing_progress_are_told_in_the_order_of_t
     assert found == [
         "the agent does not work: its loop hangs (its pid is 7)",
         "no progress for 6.1 s; see elasticctl stacks",
-        "last failure: rank 3 (pid 9) in attempt 2: exited with code 1: ValueError: x?[2J",
+        "last failure: rank 3 (pid 9) in attempt 0: exited with code 1: ValueError: x?[2J",
     ]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-from elasticrs._engine.job.phrases import duration, printable, ranks_text
+from elasticrs._engine.job.phrases import attempt_text, duration, printable, ranks_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -107,7 +107,7 @@ def remarks(status: Mapping[str, Any]) -> list[str]:
 
 def _failure(failure: Mapping[str, Any]) -> str:
     what = ": ".join(str(part) for part in (failure["what"], failure["exception"]) if part)
-    who = f"rank {failure['rank']} (pid {failure['pid']}) in attempt {failure['round']}"
+    who = f"rank {failure['rank']} (pid {failure['pid']}) in attempt {attempt_text(failure['attempt'])}"
     return f"{who}: {printable(what, 300)}"
 
 

@@ -282,6 +282,7 @@ class HealthObserver(Observer):
             "error_file": None if raised is None else attempt.paths.error_files.get(local_rank) or None,
             "time_ms": _wall_ms(attempt.stamps.get("failure_seen")),
             "round": attempt.round,
+            "attempt": attempt.name,
         }
 
     def training(self, standings: Sequence[Standing]) -> None:
