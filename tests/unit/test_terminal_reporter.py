@@ -72,8 +72,8 @@ def test_the_first_line_blames_no_rank_if_ranks_that_left_may_have_caused_the_fa
     ("round_", "restarts", "said"),
     [
         (1, 0, "0 restarts charged"),
-        (4, 0, "0 restarts charged, 3 changes of nodes"),
-        (4, 2, "2 restarts charged, 1 change of nodes"),
+        (4, 0, "0 restarts charged, 3 not charged"),
+        (4, 2, "2 restarts charged, 1 not charged"),
         (3, 2, "2 restarts charged"),
     ],
 )

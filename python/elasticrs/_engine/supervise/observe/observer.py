@@ -262,7 +262,7 @@ class TerminalReporter(Observer):
                 goodput = phrases.goodput(
                     productive_ns(result.attempts), time.monotonic_ns() - self._begun_ns
                 )
-                self._say(f"succeeded after {took}; {restarts}{self._node_changes()}{goodput}")
+                self._say(f"succeeded after {took}; {restarts}{self._not_charged()}{goodput}")
             return
         how = "stopped" if result.phase is Phase.STOPPED else "failed"
         if result.signum is not None:
@@ -277,7 +277,7 @@ class TerminalReporter(Observer):
         if policy.window is not None:
             limit = f"{policy.max_restarts} in {phrases.duration(policy.window)}"
             charged = f"{used} restart{'s' if used != 1 else ''} charged (at most {limit})"
-        charged += self._node_changes()
+        charged += self._not_charged()
         ending = f"{how} after {took}", f"; {charged}{logs}"
         if self._owns_process:
             # The launcher prints both parts below the failure report, with the root cause between them.
@@ -285,13 +285,13 @@ class TerminalReporter(Observer):
         else:
             self._say("".join(ending))
 
-    def _node_changes(self) -> str:
-        """Return how many rounds (attempts of all nodes) nodes started by joining or leaving, as a text."""
+    def _not_charged(self) -> str:
+        """Return as a text how many restarts were not charged: nodes had joined or left, or by request."""
         if not self._job.is_multi_node or self._job.on_failure == "replace":
             return ""
         last = self._result.attempts[-1]
         count = last.round - 1 - last.restarts
-        return f", {count} change{'s' if count != 1 else ''} of nodes" if count > 0 else ""
+        return f", {count} not charged" if count > 0 else ""
 
     def _tell_first(self, attempt: Attempt) -> None:
         # With several nodes, the rendezvous prints the first failure on every node.
