@@ -93,18 +93,11 @@ class Job:
         self.output = ""
         self._agents: list[subprocess.Popen[bytes]] = []
         self._rest: dict[int, bytes] = {}
-        """Beginning of a line whose end has not been read yet, by the number of the agent that prints it. Has
-        only those agents whose output is still open.
-        """
+        """Beginning of a line that is not complete yet, by the number of each agent whose output is open."""
         self._ends = time.monotonic() + LIMIT
 
     def start(self, *options: str, node: int | None = None) -> None:
-        """Start one more agent.
-
-        Args:
-            options: further options for this agent.
-            node: number of the node that this agent stands for; ``None`` if the job has only one node.
-        """
+        """Start one more agent with more ``options``. ``node`` is its number if there are several nodes."""
         variables = {"OMP_NUM_THREADS": "1", SHARED: "1"} | ({} if node is None else {"DEMO_NODE": str(node)})
         split = next(at for at, word in enumerate(self.command) if word.startswith("--"))
         agent = subprocess.Popen(
@@ -147,9 +140,7 @@ class Job:
                     os.kill(int(stamp["pid"]), signal.SIGKILL)
 
     def close(self) -> bool:
-        """Wait for the end of the agents until the time is over, and kill those that still run. Return true
-        if the first agent has succeeded.
-        """
+        """Wait for the agents, and kill those that run too long. Return true if the first one succeeded."""
         for agent in self._agents:
             with suppress(subprocess.TimeoutExpired):
                 agent.wait(max(0.0, self._ends - time.monotonic()))

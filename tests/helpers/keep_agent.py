@@ -92,9 +92,7 @@ class Programs:
 
 @contextmanager
 def keep_files(workers: int) -> Iterator[KeepFiles]:
-    """Make files into which workers copy their training state, as an agent makes them before its first start
-    of the workers.
-    """
+    """Make the files for copies of the training state, as an agent prepares them for the first attempt."""
     with closing(MemoryFiles(workers)) as memory:
         files = KeepFiles(memory)
         files.begin({}, {}, None)

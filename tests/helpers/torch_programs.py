@@ -23,9 +23,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 
 class Forked:
-    """Process that :meth:`TorchPrograms.popen` has started. It has those members of
-    :class:`subprocess.Popen` that `Launched` uses.
-    """
+    """Process of :meth:`TorchPrograms.popen`, with the members of `subprocess.Popen` that `Launched` uses."""
 
     def __init__(self, pid: int, stdin: IO[bytes], stdout: IO[bytes], stderr: IO[bytes]) -> None:
         self.pid, self.stdin, self.stdout, self.stderr = pid, stdin, stdout, stderr

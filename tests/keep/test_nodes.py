@@ -386,9 +386,7 @@ def test_the_state_of_a_failed_job_goes_on_in_the_next_one(agents, tmp_path):
 @pytest.mark.torch
 @pytest.mark.slow
 def test_a_lost_node_of_replicated_shards_costs_no_step(launch, worker_script, tmp_path):
-    """Lose one of two nodes. The other one still has the whole state, because ranks 0 and 2 have the same
-    part of it, and so have ranks 1 and 3.
-    """
+    """Lose one of two nodes that both have the whole state: ranks 0 and 2 have equal parts, and 1 and 3."""
     script, port = worker_script(HYBRID), ports.free()
     where = ("--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{port}", "--rdzv-id=k", "--warm=torch")
     command = ("--nnodes=2", "--nproc-per-node=2", *where, "--max-restarts=1", script)

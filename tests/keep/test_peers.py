@@ -48,9 +48,7 @@ def test_a_copy_is_sent_only_if_no_other_node_has_the_same(contents, per_node):
 
 @st.composite
 def lost_nodes(draw):
-    """Draw what 2 to 5 nodes tell each other about their copies of sharded state after up to two of them were
-    lost. Each rank and its partner have a copy of step 10, which is secured. Some also have one of step 20.
-    """
+    """Draw what 2 to 5 nodes publish, up to 2 of which are new: copies of step 10 (secured), some of 20."""
     count, per_node = draw(st.integers(2, 5)), draw(st.integers(1, 2))
     lost = draw(st.sets(st.integers(0, count - 1), max_size=2))
     taken_from, found = sources(count), []
@@ -102,9 +100,7 @@ WRITING = -1
 
 
 class Model:
-    """Model of :class:`.Peers` without threads: several nodes with one rank each make generations (copies of
-    one step by all ranks). Each rank downloads the copy of another rank, and rank 0 announces the next step.
-    """
+    """Model of :class:`.Peers`: nodes with one rank each make generations (copies of a step by all ranks)."""
 
     def __init__(self, count, random):
         self.ranks, self.random, self.sources = range(count), random, sources(count)
@@ -182,9 +178,7 @@ class Model:
             self.own[rank][self.random.choice(free)] = self.steps[rank]
 
     def common(self, lost):
-        """Return the steps of which each rank's copy is left after the loss of the node ``lost``: its own
-        one, or for the lost rank that on its partner.
-        """
+        """Return the steps of which each rank's copy is left on its node or its partner without ``lost``."""
         found = [
             self.taken[self.sources.index(rank)] if rank == lost else self.own[rank] for rank in self.ranks
         ]
@@ -274,9 +268,7 @@ class Wire:
 
 
 class Ranks:
-    """Ranks of several nodes, one on each, in this process. Each rank has a file for its own copies, a file
-    for those of another rank, and a thread that downloads them (:class:`.Peers`).
-    """
+    """Ranks of several nodes, one on each, in this process: their files, and threads that download copies."""
 
     def __init__(self, monkeypatch, count, *, restored=None, memory=1 << 30, every=None):
         self.store, self.said, self.step = Store(), [], restored or 0
@@ -303,9 +295,7 @@ class Ranks:
                 self.copy(rank, restored)
 
     def copy(self, rank, step, content=None):
-        """Write a copy of a rank's state into its file. The state consists of bytes that are different in
-        each step and on each rank, unless ``content`` has other ones.
-        """
+        """Write a copy of a rank's state into its file: bytes that differ in each step and on each rank."""
         kept = self.peers[rank].generations.protected() - {step}
         slots = [slot for slot in self.own[rank].slots if slot.complete_step not in kept or not kept - {None}]
         slot = min(slots, key=lambda each: each.sequence)
@@ -324,18 +314,14 @@ class Ranks:
             assert rank < len(self.own)
 
     def announced(self):
-        """Wait until all ranks know which step they copy next. Return this step, and the secured one (which
-        can be restored after the loss of a node).
-        """
+        """Wait until all ranks know which step they copy next. Return this step, and the secured one."""
         wait_until(lambda: all(not peers.generations._is_done for peers in self.peers))
         (step,) = {peers.generations._announced for peers in self.peers}
         (secured,) = {peers.generations.secured for peers in self.peers}
         return step, secured
 
     def copy_all(self, *, without=(), content=None):
-        """Have all ranks complete the step that rank 0 has announced, and copy their states, except for the
-        ranks ``without``, whose copies fail. Return the step.
-        """
+        """Have all ranks copy the announced step. The copies of ranks ``without`` fail. Return the step."""
         step, _ = self.announced()
         for rank, schedule in enumerate(self.schedules):
             if rank in without:
@@ -387,9 +373,7 @@ def ranks(monkeypatch):
 
 @pytest.fixture
 def wire():
-    """Return a function that puts a :class:`Wire` between the server of the node ``source`` and the node that
-    downloads copies from it.
-    """
+    """Return a function that puts a :class:`Wire` between the server of a node and its client."""
     with ExitStack() as stack:
 
         def put(ranks, source, fault):
@@ -592,8 +576,7 @@ def test_a_transfer_is_not_faster_than_the_limit():
     data = os.urandom(4 << 20)
     begun = time.monotonic()
     sent = b"".join(in_chunks(memoryview(data), Pace(20e6)))
-    # The limit is a little lower, because the first pieces may be sent 50 ms early, and no pause follows the
-    # last one.
+    # The limit is a bit lower: the first pieces may be 50 ms early, and no pause follows the last one.
     assert time.monotonic() - begun >= 0.95 * len(data) / 20e6 - 0.075
     assert len(sent) == len(data) + 4
 
@@ -632,9 +615,7 @@ TRAINS = """
 
 @pytest.fixture
 def agents(launch, worker_script):
-    """Return a function that starts agents of a job with three nodes. The first agent hosts the store of the
-    rendezvous. A fourth one waits until it can replace a lost node.
-    """
+    """Return a function that starts agents of a job with three nodes. The first agent hosts the store."""
     script, port = worker_script(TRAINS), ports.free()
     options = ("--nnodes=3", "--nproc-per-node=1", "--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{port}")
     more = ("--rdzv-id=k", "--max-restarts=1", "--warm=torch", "--keep-peers=1", script)

@@ -44,9 +44,7 @@ _BURST = 0.05
 """Maximum seconds by which a sender with a limited rate may be early, to make up for a delay before."""
 
 _POLL_INTERVAL = 3600.0
-"""Seconds after which the server's thread wakes up if no client comes. This time is long, because nothing is
-to be done then.
-"""
+"""Seconds between two wake-ups of the server's thread without a client. It has nothing to do then."""
 
 _CRC = 4
 _MAX_LINE = 256
@@ -178,9 +176,7 @@ class Pace:
         """Number of bytes to send between two pauses. It is small at a low rate, so that pauses are short."""
 
     def delay(self, size: int) -> float:
-        """Return for how many seconds the calling thread must wait before it sends its next ``size`` bytes.
-        Assume that it then sends them.
-        """
+        """Return how many seconds to wait before sending ``size`` bytes. Suppose that they are sent then."""
         if not self._rate:
             return 0
         with self._lock:

@@ -102,8 +102,7 @@ class KeepFiles:
 
     def is_used(self) -> bool:
         """Return true if a worker's program has used ``Keep`` in the current attempt or an earlier one."""
-        # A program that begins to use Keep writes its process id last. So a file without a process id has
-        # nothing to clear.
+        # A program that starts to use Keep writes its pid last, so without a pid there is nothing to clear.
         self._is_used = self._is_used or any(map(self.has_joined, range(len(self._fds))))
         return self._is_used
 
@@ -207,32 +206,19 @@ class KeepFiles:
         return found
 
     def steps_of(self, local_rank: int) -> tuple[int, ...]:
-        """Return what a worker has written into its file about its optimizer's steps: the words (8-byte
-        numbers) from the index :attr:`.Agreed.OWNER` on.
-        """
+        """Return the words that a worker has written about its steps, from :attr:`.Agreed.OWNER` on."""
         count = Agreed.END - Agreed.OWNER
         return _words(self._fds[local_rank], layout.WORD * Agreed.OWNER, count) if self._fds else (0,) * count
 
     def ask(self, word: int, values: Sequence[int]) -> None:
-        """Write ``values`` into all workers' files, at the words (8-byte numbers) from the index ``word`` on.
-        They ask the workers to agree on a step after which all ranks get a signal (:class:`.Agreed`).
-        """
+        """Write words from the index ``word`` on, to ask all workers for a common step (:class:`.Agreed`)."""
         for fd in self._fds:
             os.pwrite(fd, layout.pack(values), layout.WORD * word)
 
     def copy_to(self, local_rank: int, target: int, slots: Mapping[int, bool]) -> None:
-        """Copy a rank's small state (records of random numbers and the like), and some of its copies of
-        parameters and optimizer state, to another file.
-
-        Args:
-            local_rank: local rank of the rank.
-            target: descriptor of the other file.
-            slots: numbers of the slots (regions with one copy each) that are copied. The other slots are
-                empty in the other file. The value is true if the slot's tensors are copied, too, and not
-                only its head and its index.
-
-        Raises:
-            OSError: the other file cannot be written.
+        """Copy a rank's small state (random numbers and the like) and some of its slots (each with a copy of
+        its parameters) to the file ``target``. The other slots are empty there. The values of ``slots`` are
+        true for those whose tensors are copied, too, and not only their head and index. Raises ``OSError``.
         """
         from elasticrs._engine.inside.keep.saved import copy
 
@@ -320,9 +306,7 @@ def _words(fd: int, at: int, count: int) -> tuple[int, ...]:
 
 
 def _text(fd: int, at: int, length: int) -> str:
-    """Read a text that a worker has written into its file. Replace what cannot be printed, because a worker
-    can write any bytes.
-    """
+    """Read a worker's text from its file. Replace what is not printable, as workers can write any bytes."""
     return _printable(os.pread(fd, length, at).decode(errors="replace")) if length else ""
 
 

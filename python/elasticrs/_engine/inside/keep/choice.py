@@ -185,11 +185,8 @@ class Choice(Value):
 
     @staticmethod
     def of_facts(facts: Mapping[str, Any]) -> Choice:
-        """Convert the result of :meth:`facts` to a choice, which has no ``sources`` then. On several nodes, a
-        worker has written these facts for the agent.
-
-        Raises:
-            ValueError, TypeError, KeyError: the worker has written something else.
+        """Convert what a worker has written as the result of :meth:`facts` to a choice without ``sources``.
+        Raises ``ValueError``, ``TypeError`` or ``KeyError`` if the worker has written something else.
         """
         step = facts["step"]
         return Choice(
@@ -355,9 +352,7 @@ def _current(holdings: Mapping[int, Holding]) -> dict[int, Holding]:
 
 
 def is_replicated(holdings: Mapping[int, Holding], was_replicated: bool) -> bool:
-    """Return true if all ranks are known to have the same state, because the program says so, because the
-    checksums of their copies are equal, or because it was so in an earlier attempt (``was_replicated``).
-    """
+    """Return true if all ranks are known to have the same state, now or in an earlier attempt."""
     joined = [each for each in holdings.values() if each.has_joined]
     checks = [each.check for each in joined if each.check is not None]
     if any(each.mode == Mode.SHARDED for each in joined):
@@ -393,8 +388,7 @@ def _sources(
     takes = {rank: rank for rank in kept}
     for rank in range(world):
         holders = [each for each in kept if rank not in kept and found[each].has_same_part(rank)]
-        # Ranks that have noted that they have the same part of the state must have equal copies. If their
-        # copies differ, do not use them for this rank.
+        # Ranks with the same part must have equal copies. If the copies differ, do not use them here.
         if len({(kept[each].attempt, kept[each].layout, kept[each].digest) for each in holders}) == 1:
             takes[rank] = holders[0]
     if takes.keys() == set(range(world)) >= found.keys():
@@ -494,9 +488,7 @@ def why_other(step: int | None, other: int | None) -> str:
 
 
 def refused_of(holdings: Sequence[Holding]) -> int | None:
-    """Return the step that a rank could not load at the start of an attempt, which made the attempt fail;
-    ``None`` if there is no such rank.
-    """
+    """Return the step that a rank could not load, which made the attempt fail; ``None`` if there is none."""
     return next((each.refused for each in holdings if each.refused is not None and each.ended is None), None)
 
 

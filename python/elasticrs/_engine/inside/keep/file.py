@@ -29,15 +29,10 @@ _OF_LAUNCHER = {
     "LOCAL_WORLD_SIZE": "local_world",
     "TORCHELASTIC_RUN_ID": "run_id",
 }
-"""Environment variables that each launcher, such as elasticrun or torchrun, sets for its workers. Next to
-each one is the name of the member with the same value in the plan, in which the agent tells its worker what
-to restore. The two values differ if another launcher has started this process.
-"""
+"""Variables that each launcher sets for its workers, and the names of the same values in the agent's plan."""
 
 _PATIENCE, _PAUSE = 60.0, 0.001
-"""Two times in seconds: for how long a worker waits at most until the agent has written the first plan, and
-the pause between two looks for it.
-"""
+"""Maximum seconds for which a worker waits for the first plan, and seconds between two looks for it."""
 
 
 class OffError(Exception):
@@ -45,9 +40,7 @@ class OffError(Exception):
 
 
 class ForeignError(OffError):
-    """Raised if the agent's file is meant for the training state of another process, or of another ``Keep``
-    object of this process.
-    """
+    """Raised if the agent's file is for the state of another process, or of another ``Keep`` object."""
 
 
 class KeepFile:
@@ -106,8 +99,7 @@ class KeepFile:
             if head == (layout.MAGIC, self._mark) and found.st_size >= layout.REGIONS_AT:
                 return descriptor
             os.close(descriptor)
-            # While the head of the file is empty, wait. The agent writes the first plan, and then the head,
-            # while the workers are starting.
+            # If the head is empty, wait: the agent writes it after the first plan, while the workers start.
             if any(head) or found.st_nlink:
                 raise OffError("the agent's memory is not visible in this container")
             if monotonic() > give_up_at:
@@ -143,9 +135,7 @@ class KeepFile:
         return plan
 
     def tell_agreed(self, plan: Mapping[str, Any], facts: Mapping[str, Any]) -> None:
-        """Write into the plan, where the agent reads it, on which training step the nodes have agreed.
-        ``facts`` are this step and what else the agent must know about it.
-        """
+        """Write the step on which the nodes agreed, and ``facts`` about it, into the plan for the agent."""
         text = json.dumps({**plan, "agreed": facts}).encode()
         if len(text) > layout.MAX_PLAN:
             return  # The agent cannot tell the user about the step then. But rank 0 does so.
@@ -174,9 +164,7 @@ class KeepFile:
         self.words[Head.PID] = own
 
     def tell(self, reason: str) -> None:
-        """Record in the file why this rank has stopped copying its state, or could not load the copied state.
-        The agent tells the user.
-        """
+        """Record in the file, for the agent, why this rank stopped copying its state or could not load it."""
         text = reason.encode(errors="replace")[: layout.MAX_REASON]
         self._head[layout.REASON_AT : layout.REASON_AT + len(text)] = text
         self.words[Head.REASON_LENGTH] = len(text)

@@ -33,9 +33,7 @@ SLOTS = 2
 
 
 REASON_AT = 2048
-"""Offset of a text: the reason why the worker has stopped copying its state, or why it could not load the
-copied state.
-"""
+"""Offset of a text: why the worker stopped copying its state, or could not load the copied state."""
 
 MAX_REASON = 512
 
@@ -80,17 +78,13 @@ class Head:
     ENDED_AT = 24
     """Time at which the last step was completed, in nanoseconds of the monotonic clock."""
     CHANGES = 25
-    """Number of times that an optimizer has changed the parameters before this rank completed its first
-    training step of this attempt.
-    """
+    """Number of times that an optimizer changed the parameters before the end of the first training step."""
     REASON_LENGTH = 26
     """Length in bytes of the text at :data:`REASON_AT`; 0 if there is no text."""
     REFUSED = 27
     """The step whose copy the worker could not load at the start of this attempt."""
     IS_AGREED = 28
-    """1 if the workers of all nodes have agreed on the step that they restore, and one of them has written
-    this step into the plan for the agent.
-    """
+    """1 if the workers of all nodes have agreed on the step to restore, and have written it into the plan."""
     SECURED = 29
     """The newest step that can be restored after the loss of any one node (``--keep-peers``): each rank has a
     copy of this step, and each copy has an equal one on another node.
@@ -131,9 +125,7 @@ class Agreed:
     DURATION = 75
     """Nanoseconds that a recent step took; 0 if that is not known yet."""
     READY = 76
-    """Number of the request for which this rank has completed the chosen step. It has stopped at the start of
-    the next step, and waits for the signal.
-    """
+    """Number of the request for which this rank has stopped after the chosen step, and awaits the signal."""
     MISSED = 77
     """Number of the agent's request that this rank could not follow, because it had already passed the chosen
     step, or had waited too long for the agent's choice.

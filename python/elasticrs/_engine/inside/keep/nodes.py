@@ -306,9 +306,7 @@ def chosen(found: Sequence[Mapping[str, Any]], world: int) -> dict[str, Any]:
 
 
 def _why_no_peers(found: Sequence[Mapping[str, Any]]) -> str:
-    """Return why no node keeps copies of another node, although a node has the option ``--keep-peers``.
-    Return an empty text if each node keeps them.
-    """
+    """Return why ``--keep-peers`` has no effect; an empty text if each node keeps copies of another one."""
     lacking = [node for node, each in enumerate(found) if not each["has_peers"]]
     if lacking:
         return f"node {lacking[0]} was started without --keep-peers 1"
@@ -322,9 +320,8 @@ def _why_no_peers(found: Sequence[Mapping[str, Any]]) -> str:
 def _add_partners(
     found: Sequence[Mapping[str, Any]], holdings: dict[int, Holding], places: dict[int, tuple[int, int]]
 ) -> None:
-    """Add the copies that partners (nodes that keep a second copy of another node's state) have of ranks
-    whose own node is lost, or has missed an attempt. ``holdings`` says which steps each rank has copied, and
-    ``places`` has the node and the local rank whose file contains these copies.
+    """Add the copies that partners (nodes that keep second copies of another node's state) have of ranks
+    whose own node is lost, or has missed an attempt. Add where they are to ``places``.
     """
 
     def newest(holding: Holding) -> tuple[int, int]:
@@ -341,9 +338,8 @@ def _add_partners(
 
 
 def _saved_facts(found: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-    """Return the choice to restore the state that an earlier job has saved on a disk (``--keep-save``). This
-    is called if no step can be restored from memory. If the nodes do not all find the same saved state, or
-    the program has a newer state, return only the reason why none is restored.
+    """Return the choice to restore the state that an earlier job has saved (``--keep-save``), as no step is
+    in memory. If the nodes do not find the same saved state, return only the reason why none is restored.
     """
     saved = found[0]["saved"]
     without = [group_rank for group_rank, each in enumerate(found) if each["saved"] != saved]
@@ -380,9 +376,7 @@ def _add_copy(
     file: KeepFile,
     say: Callable[[str], None],
 ) -> None:
-    """Add to the plan where the copy is that this rank restores. If no file of this node has this copy,
-    download it first.
-    """
+    """Add to the plan where the copy to restore is. Download it first if no file of this node has it."""
     group_rank, local_rank = own
     holder, (node, local, slot, sequence) = source_of(choice, *own, int(os.environ["RANK"]))
     plan["partner"] = node if slot >= layout.SLOTS else None
@@ -424,9 +418,8 @@ def _offer(
     bandwidth: float,
     say: Callable[[str], None],
 ) -> Handover:
-    """Start a server from which other nodes can download the copies in this rank's files, and publish its
-    address. The first file has this rank's own copies. The second one, if there is one, has copies of another
-    node's rank, and the numbers of its slots (regions for one copy) begin at :data:`.layout.SLOTS`.
+    """Start a server for the copies in this rank's files, and publish its address for other nodes. The slots
+    of the second file, which has copies of another node's rank, are numbered from :data:`.layout.SLOTS` on.
     """
     pace, slots = Pace(bandwidth), [slot for file in files for slot in file.slots]
 
@@ -438,8 +431,7 @@ def _offer(
             slot = slots[int(copy)]
             is_of_partner = int(copy) >= layout.SLOTS
             if part == "head" and is_of_partner and not is_intact(slot):
-                # Delete the damaged copy, so that the next attempt chooses another one. The rank that made
-                # the copy is on another node, and cannot delete it.
+                # Delete it here, because its rank is on another node. The next attempt chooses another copy.
                 slot.drop()
                 raise ValueError("the checksum is wrong")
         private, words, index = slot.read_only()
@@ -459,9 +451,7 @@ def _offer(
 
 
 _PACED = "paced "
-"""Prefix in the name under which a copy is downloaded in the background of the training. After this prefix
-comes the copy's step. The names of other copies are numbers of slots.
-"""
+"""Prefix of the name of a copy that is downloaded during the training. Its step follows, not its slot."""
 
 
 def is_intact(slot: SlotRegion) -> bool:
@@ -476,18 +466,15 @@ def is_intact(slot: SlotRegion) -> bool:
 
 
 def offer_of(record: Mapping[str, Any]) -> Offer:
-    """Return the offer of another worker: the address of the server from which its copies are downloaded.
-    ``record`` is what that worker has published in the store.
-    """
+    """Return the address of another worker's server, from what that worker has published in the store."""
     return Offer((str(record["host"]), int(record["port"])), str(record["secret"]))
 
 
 def take_paced(
     offer: Offer, step: int, file: KeepFile, memory: int, kept: Collection[int], least_rate: float
 ) -> int:
-    """Download the copy of ``step`` that another rank has made, in the background of the training. The other
-    arguments and the result are those of :func:`take_copy`. The download fails if the other rank sends fewer
-    than ``least_rate`` bytes per second.
+    """Download the copy of ``step`` that another rank has made, while the training goes on; see
+    :func:`take_copy`. Fail if the other rank sends fewer than ``least_rate`` bytes per second.
     """
     get = partial(take, is_checked=True, least_rate=least_rate)
     return take_copy(offer, f"{_PACED}{step}", file, memory, kept=kept, get=get)

@@ -42,14 +42,10 @@ _FIRST_DELAY = 0.01
 """Seconds between the first two times that a rank looks for what other ranks have written into the store."""
 
 _LONGEST_DELAY = 0.05
-"""Maximum seconds between two such looks with up to 500 ranks. With more ranks, this limit is larger in
-proportion to their number, so that the store is not overloaded.
-"""
+"""Maximum seconds between two looks into the store with up to 500 ranks; in proportion with more ranks."""
 
 _LONGEST_NOTICE = 5.0
-"""Limit in seconds for the notice, the time before its step at which rank 0 announces a copy. The notice
-doubles when a rank has learned of a copy too late.
-"""
+"""Maximum seconds from rank 0's announcement of a copy to the step at whose end the copy is made."""
 
 _END_LIMIT = 1.0
 """Maximum seconds for which the end of the program waits for the thread of :class:`Peers`."""
@@ -136,18 +132,14 @@ class Peers:
         self.generations = Generations(plan["step"])
         self._secured: int | None = plan["step"]
         self._failed_in_all = self._failures = 0
-        """Two numbers of failed downloads: ``_failed_in_all`` are those of all ranks up to the generation
-        before, and ``_failures`` those of this rank since its last successful one.
-        """
+        """Numbers of failed downloads: of all ranks before this generation, and of this rank in a row."""
         self._longest_delay = _LONGEST_DELAY * max(1, self._world / 500)
         self._notice = 2 * self._longest_delay
         self._schedule: Schedule | None = None
         self._closed, self._has_ended = threading.Event(), threading.Event()
 
     def begin(self, schedule: Schedule) -> None:
-        """Start the thread. Call this at the end of the first training step. ``schedule`` decides at which
-        steps this rank copies its state.
-        """
+        """Start the thread after the first training step. ``schedule`` says when to copy the state."""
         self._schedule, self._agreement.is_restored = schedule, True
         with without_signals():
             threading.Thread(target=self._run, args=(schedule,), name="elasticrs-peers", daemon=True).start()
@@ -177,8 +169,7 @@ class Peers:
             return
         # An error in this thread, for example of the store, must not end the training.
         except Exception as error:
-            # If the store is lost because its node is lost, the agent is about to stop this process. So wait
-            # before telling the user.
+            # The store may be lost with its node. Then the agent stops this process, and no line is needed.
             if not self._closed.wait(_QUIET):
                 self._say(f"no more periodic copies are made, here and on the partner node: {error!r}")
         finally:
@@ -186,8 +177,7 @@ class Peers:
 
     def _share(self, number: int, step: int | None, schedule: Schedule) -> None:
         """Complete a generation (the copies of all ranks of one step): wait until all ranks have made their
-        copies, and download that of the other rank. Rank 0 also waits until all ranks have done so, and notes
-        whether the generation is secured. ``step`` is the step of this rank's copy; ``None`` if it has none.
+        copies, and download that of the other rank. ``step`` is the step of this rank's copy, if it has one.
         """
         if self._closed.is_set():
             raise _ClosedError
@@ -219,9 +209,7 @@ class Peers:
         return True, senders, not senders and len(set(map(tuple, copies))) == 1
 
     def _copy_of(self, step: int | None) -> list[int] | None:
-        """Return the step, the checksum and the layout (a hash of the tensors' names and shapes) of this
-        rank's own copy of a step; ``None`` if it has no such copy.
-        """
+        """Return step, checksum and layout of this rank's copy of ``step``; ``None`` without this copy."""
         for slot in self._own.slots:
             if step is not None and slot.complete_step == step and slot.words is not None:
                 return [step, slot.words[Slot.DIGEST], slot.words[Slot.LAYOUT]]
@@ -235,8 +223,7 @@ class Peers:
             self._download(step)
             self._failures = 0
         except (OSError, OffError) as error:
-            # At the end of the training, the download fails if the other rank ended a little earlier. Then
-            # this process ends within a second, too.
+            # When the training ends, this fails if the other rank ended first. Then this process ends soon.
             if self._closed.wait(_END_LIMIT):
                 raise _ClosedError from error
             # If this copy is too large for the memory, later ones will be, too. So do not try again.
@@ -284,9 +271,7 @@ class Peers:
                 return
 
     def _looks(self) -> Iterator[None]:
-        """Yield now and after each pause, so that the caller looks into the store. The pauses become longer.
-        Raise :class:`_ClosedError` when the thread is to end.
-        """
+        """Yield now and after each of longer and longer pauses, so that the caller looks into the store."""
         delay = _FIRST_DELAY
         while True:
             yield

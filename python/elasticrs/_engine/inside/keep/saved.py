@@ -217,9 +217,7 @@ def newest(*parents: str) -> Saved | None:
 
 
 def _merged(parts: Sequence[str]) -> Saved:
-    """Return the training state whose parts (folders, one for each node) are ``parts``. Raise the same errors
-    as :func:`newest`.
-    """
+    """Return the state that is saved in ``parts``, the nodes' folders. Raise the errors of :func:`newest`."""
     try:
         return _chosen(parts)
     except (KeyError, TypeError, AttributeError, IndexError) as error:
