@@ -185,7 +185,7 @@ def _end(options: argparse.Namespace, order: dict[str, Any]) -> int:
         try:
             code = _obey(agent, order, _SIGNAL_LIMIT)
         except Problem:
-            # An agent that ends before its workers have got the signal sends no answer. That is no problem.
+            # An agent that ends early does not answer. So look whether it has ended.
             if not select.select([end], [], [], ANSWER_LIMIT)[0]:
                 raise
             code = DONE

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from elasticrs._engine.cli.control_client import Agent
 
 _BLOCK = 1 << 18
-"""Bytes that are read of a file at once. Its last lines are searched in as many bytes at its end."""
+"""Bytes that are read of a file at once. Its last lines are searched only in the last so many bytes."""
 
 _LONGEST = 1 << 20
 """Longest line in bytes. The rest of a longer one counts as the next line."""

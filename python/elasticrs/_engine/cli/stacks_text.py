@@ -26,7 +26,7 @@ MAX_SHOWN = 5
 
 
 def spied(answer: dict[str, Any]) -> dict[str, Any]:
-    """Add stacks of the ranks that have not told theirs (``silent``) to an agent's answer. The program
+    """Add to an agent's answer the stacks of the ranks that have not told theirs (``silent``). The program
     ``py-spy`` reads them, if it is installed.
     """
     beside = os.path.join(os.path.dirname(sys.executable), "py-spy")

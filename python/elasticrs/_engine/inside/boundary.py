@@ -9,7 +9,7 @@ because a script's own counters, schedulers and data loaders are consistent ther
 file that it has stopped, and waits for the signal.
 
 - **STEP-1** a rank never waits longer than the limits in this module and in the file.
-- **STEP-2** a problem here never fails the training. A worker without the file gets the signal at any moment.
+- **STEP-2** a problem here never fails the training. Without the file, the signal comes at any moment.
 - **STEP-3** forked children of a worker count no steps, and do not write to the file of their parent.
 """
 

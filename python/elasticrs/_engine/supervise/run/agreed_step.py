@@ -35,9 +35,7 @@ if TYPE_CHECKING:
     Exchange: TypeAlias = Callable[["Progress | None"], "list[Progress | None]"]
 
 LONGEST_HOLD = 10.0
-"""Maximum seconds for which the agent holds back a signal that stops the workers. A third of
-``--shutdown-timeout`` if that is less.
-"""
+"""Maximum seconds for which a stop signal is held back. A third of ``--shutdown-timeout`` if that is less."""
 
 KEYBOARD_HOLD = 2.0
 """Maximum seconds for which a signal from the keyboard is held back. It is short because a user waits."""
@@ -52,9 +50,7 @@ request, because a processor delays a write to memory for less than a microsecon
 """
 
 _TICK, _LATER_TICK, _SOON = 0.001, 0.01, 0.5
-"""Seconds between two looks at the workers' files soon after a request, and later. Then the number of seconds
-that count as soon.
-"""
+"""Seconds between two looks at the workers' files, at first and later, and for how long "at first" lasts."""
 
 _EXCHANGE_LIMIT = 2.0
 """Maximum seconds for which an agent waits until those of the other nodes tell the steps of their ranks."""
@@ -97,7 +93,7 @@ class Standing(Value):
             steps are not short.
         duration: seconds that a step takes; 0 if unknown.
         ready: number of the agent's request for which the worker has stopped at the start of a step.
-        missed: number of the agent's request that the worker could not follow, because it was too late.
+        missed: number of the request that the worker missed, as it was past the step, or had waited too long.
     """
 
     is_training: bool = False
@@ -204,7 +200,7 @@ def exchange(
 def look(seen: Mapping[int, Standing], number: int, *, is_over: bool) -> Send | None:
     """Decide whether to send the signal now. The step after which the ranks get it is chosen already. Return
     ``None`` to wait for more ranks. ``seen``: what the running workers have written, by local rank.
-    ``number``: number of the agent's request. ``is_over``: true if it must not be held back any longer.
+    ``number``: the agent's request. ``is_over``: true if the signal must not be held back any longer.
     """
     if late := [rank for rank, each in seen.items() if each.missed == number]:
         return Send(f"{phrases.local_ranks_text(late)} had passed the agreed step")
@@ -301,9 +297,7 @@ class AgreedSteps:
         return any(self._handles(pids[rank], signum) for rank in standings)
 
     def seconds_left(self) -> float:
-        """Do what is due for the signal that is held back. Return the seconds until the next call is needed;
-        infinity if there is nothing to do.
-        """
+        """Do what is due for a signal that is held back. Return the seconds until the next call is needed."""
         request, now = self._open, time.monotonic()
         if request is None:
             return self._reset(now)
@@ -384,8 +378,8 @@ class AgreedSteps:
             request.tell(Delivery(request.signum, step, decision.why, waited))
 
     def _reset(self, now: float) -> float:
-        """Write into the workers' files that the agent asks for nothing, so that the next steps are fast, but
-        not before the time for that. Return the seconds until this time; infinity if nothing is to be done.
+        """When it is time, write into the workers' files that the agent asks for nothing, so that their steps
+        are fast again. Return the seconds until that time; infinity if there is nothing to write.
         """
         if self._reset_at is None:
             return float("inf")

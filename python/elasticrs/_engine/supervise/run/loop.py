@@ -404,7 +404,7 @@ class Agent:
         return plan is not None and (has_store or plan.ranks[0].group_world_size == 1)
 
     def _exchange(self, name: str) -> Exchange | None:
-        """Return the function by which nodes tell each other their steps; ``None`` if there is one node."""
+        """Return the function by which nodes tell each other their steps; ``None`` if the job has one."""
         plan, open_store = self._decisions.plan, self._decisions.round_store
         if plan is None or open_store is None or plan.ranks[0].group_world_size == 1:
             return None
@@ -516,7 +516,7 @@ class Agent:
             self._console.say(KEEP_OFF.format(error.strerror or error))
 
     def _keep(self, action: machine.Start, attempt: Attempt) -> None:
-        """Tell the workers of an attempt which of the training states that were kept in memory to restore."""
+        """Tell the workers of an attempt which training state, of those kept in memory, to restore."""
         if self._memory is None:
             return
         if self._keeping is None:

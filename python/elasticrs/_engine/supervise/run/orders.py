@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from elasticrs._engine.supervise.run.tracker import AttemptTracker
 
     class Agent(Protocol):
-        """What an order can do to the agent of the job. The methods do not block."""
+        """The methods of the job's agent that orders use. They do not block."""
 
         checkpoints: CheckpointRequests | None
 
@@ -47,7 +47,7 @@ DONE, FAILED, USAGE, NOT_AGREED, NO_JOB, REFUSED = range(6)
 """Exit codes of ``elasticctl``. The documentation explains them."""
 
 STACKS_LIMIT = 1.0
-"""Seconds within which a running worker has to tell its Python stack. One that does not is in C code."""
+"""Seconds within which a running worker has to tell its Python stack. One that does not runs C code."""
 
 _WAYS = (
     "a handler for SIGUSR1 in the script, Lightning's SLURMEnvironment(requeue_signal=SIGUSR1), or"
@@ -97,7 +97,7 @@ class Orders:
             said = f"this agent does not know the order {phrases.printable(str(what)[:40])!r}"
             answer({"code": USAGE, "message": f"{said}; it may be older than elasticctl"})
             return
-        if what != "stacks":  # This order changes nothing, so no line tells of it.
+        if what != "stacks":  # An order for stacks changes nothing, so do not tell of it.
             words = f"{what} --now" if order.get("now") is True else what
             who = f"user {uid}" if pid is None else f"user {uid}, pid {pid}"
             self._say(f"elasticctl ({who}): {words}")
