@@ -5,8 +5,8 @@ parameters and its optimizer's state (the *large* state; each copy is in a regio
 records of its random numbers, its data loader and the script's own values (the *small* state). After the
 attempt, the agent reads which steps each file contains (a rank's *holding*).
 
-- **CHOOSE-1** For the chosen step, each rank can get its large state: from its own copy or, if the state is
-  replicated (equal on all ranks), from the copy of any rank.
+- **CHOOSE-1** For the chosen step, each rank can get its large state: from its own copy, from that of any
+  rank if the state is replicated (equal on all ranks), or from that of a rank with the same part of it.
 - **CHOOSE-2** Among the steps that fulfil CHOOSE-1, the newest one for which each rank also has its small
   state is chosen. If there is no such step, the newest of them is chosen, and ``behind`` names the ranks that
   lack their small state.
@@ -71,8 +71,7 @@ class Holding(Value):
         check: step and checksum of a copy. If all ranks have the same ones, their states are taken as equal.
         restored: step that the rank restored at the start of this attempt.
         answer: a code of :class:`.Answer`: the rank's answer when the agent ordered it to copy its state.
-        off: why the rank stopped copying its state, or why it could not load the step ``refused``; otherwise
-            empty.
+        off: why the rank stopped copying its state, or could not load the step ``refused``; otherwise empty.
         changes: number of times that an optimizer changed the state before the rank completed its first step.
         refused: step that the rank could not load at the start of this attempt; ``None`` if it could.
         twins: which ranks have the same part of a sharded state as this rank, such as the replicas of HSDP:
@@ -352,7 +351,7 @@ def _current(holdings: Mapping[int, Holding]) -> dict[int, Holding]:
 
 
 def is_replicated(holdings: Mapping[int, Holding], was_replicated: bool) -> bool:
-    """Return true if all ranks are known to have the same state, now or in an earlier attempt."""
+    """Return true if all ranks are known to have the same state, from this attempt or an earlier one."""
     joined = [each for each in holdings.values() if each.has_joined]
     checks = [each.check for each in joined if each.check is not None]
     if any(each.mode == Mode.SHARDED for each in joined):

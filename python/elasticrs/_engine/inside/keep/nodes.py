@@ -50,13 +50,11 @@ class Agreement:
     """Result of the nodes' agreement on the training step that all ranks restore.
 
     Attributes:
-        plan: the plan in which the agent told this worker what to restore, completed with the step on which
-            the nodes have agreed and the place of its copy.
+        plan: the agent's plan (what this worker is to restore), with the agreed step and its copy's place.
         handover: server from which other nodes download this rank's copies; ``None`` if no other node needs
             them. The server must run until all ranks have completed a training step.
         store: the store through which the nodes have agreed; ``None`` if the job has one node.
-        nodes: for each node, its first rank and its number of ranks, if each node keeps copies of another
-            node (``--keep-peers``); otherwise ``None``.
+        nodes: first rank and number of ranks of each node; ``None`` if no node keeps copies of another one.
         is_restored: true when all ranks have restored their state. From then on, ``handover`` does not report
             failed downloads, because the nodes that download report them.
     """
@@ -431,7 +429,7 @@ def _offer(
             slot = slots[int(copy)]
             is_of_partner = int(copy) >= layout.SLOTS
             if part == "head" and is_of_partner and not is_intact(slot):
-                # Delete it here, because its rank is on another node. The next attempt chooses another copy.
+                # Delete the damaged copy, because its rank is elsewhere. The next attempt chooses another.
                 slot.drop()
                 raise ValueError("the checksum is wrong")
         private, words, index = slot.read_only()

@@ -5,8 +5,7 @@ another node, the *partner*, has a second copy of the lost part. All ranks make 
 same steps. The copies of all ranks of one step are a *generation*. The ranks agree on each generation through
 the store through which their process groups connect.
 
-- **PEERS-1** Rank 0 announces a step in advance. At the end of this step, each rank copies its state into its
-  own file.
+- **PEERS-1** Rank 0 announces a step ahead. At its end, each rank copies its state into its own file.
 - **PEERS-2** When all ranks have done so, each node downloads the copies of the ranks of one other node (its
   source), except for copies of which any other node has an equal one. A downloaded copy never replaces one of
   the newest secured generation, but an older one.
@@ -58,7 +57,7 @@ _MOST_FAILURES = 3
 
 
 class _ClosedError(Exception):
-    """Raised to end the thread of :class:`Peers`, because the program has ended or has given up Keep."""
+    """Raised to end the thread of :class:`Peers`, because the program ended or stopped keeping its state."""
 
 
 def sources(count: int) -> list[int]:
@@ -66,9 +65,8 @@ def sources(count: int) -> list[int]:
     nodes of a pair are each other's source. If ``count`` is odd, three nodes form a triple. If there is only
     one node, it is its own source.
 
-    Pairs are better than a ring, because two lost nodes are rarely of the same pair. The numbers of the nodes
-    of a pair differ by half of the number of nodes, because nodes with neighbouring numbers often fail
-    together.
+    Pairs are better than a ring, because two lost nodes are rarely of the same pair. The numbers of a pair
+    differ by half of ``count``, because nodes with neighbouring numbers often fail together.
     """
     half = count // 2
     found = [(node + half) % (2 * half) for node in range(2 * half)]

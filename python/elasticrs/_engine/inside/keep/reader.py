@@ -203,12 +203,8 @@ def open_copies(readable: Mapping[str, Any], own: KeepFile | None = None) -> lis
 
 def export_saved(folders: Sequence[str], out: str) -> int:
     """Convert the newest training state that a job has saved (``--keep-save``) to a checkpoint of
-    ``torch.distributed.checkpoint``. Return the training step of that state.
-
-    Args:
-        folders: the folder in which the job has saved the state. If each node has its own folder on its own
-            disk, the folders of all nodes.
-        out: the folder into which the checkpoint is written. It must not exist.
+    ``torch.distributed.checkpoint`` in the new folder ``out``. Return the training step of that state. If
+    each node has saved its part on its own disk, ``folders`` are the folders of all nodes.
 
     Raises:
         FileNotFoundError: nothing is saved in the folders.

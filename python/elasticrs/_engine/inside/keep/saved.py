@@ -195,11 +195,8 @@ def _is_of_job(part: str, job: str) -> bool:
 
 
 def newest(*parents: str) -> Saved | None:
-    """Return the newest training state that a job has saved (``--keep-save``); ``None`` if none is saved.
-
-    Args:
-        parents: the folder in which the job has saved it. If each node has its own folder on its own disk,
-            the folders of all nodes.
+    """Return the newest training state that a job has saved (``--keep-save``); ``None`` if none is saved. If
+    each node has saved its part on its own disk, ``parents`` are the folders of all nodes.
 
     Raises:
         OSError: a folder or a file in it cannot be read.
