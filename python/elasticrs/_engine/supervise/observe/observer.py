@@ -243,7 +243,7 @@ class TerminalReporter(Observer):
     def running(self, result: JobResult) -> None:
         attempt = result.attempts[-1]
         # With several nodes, only the node with group rank 0 prints this line.
-        is_mine = self._is_restart or (self._job.is_multi_node and attempt.plan.ranks[0].group_rank == 0)
+        is_mine = self._is_restart or attempt.plan.ranks[0].group_rank == 0
         if is_mine and attempt.phases:
             self._is_restart = False
             self._say(f"attempt {phrases.attempt_text(attempt.name)} is running, {attempt.how_it_began()}")
