@@ -111,6 +111,30 @@ def test_the_first_question_starts_the_server_and_only_the_user_can_reach_it(sta
     assert not any(folder.iterdir())
 
 
+COUNTS = """
+import time
+from elasticrs._engine.inside.boundary import _map_words
+from elasticrs._engine.inside.keep.layout import Agreed
+words = _map_words()
+words[Agreed.STEPS], words[Agreed.TIME] = 1041, time.monotonic_ns()
+""" + WAITS  # fmt: skip
+
+
+def test_optimizer_steps_are_shown_without_a_hang_timeout(start, folder, asked):
+    job = start(source=COUNTS, name="steps.py")
+    workers = wait_until(
+        lambda: status_of(folder, job)["workers"],
+        lambda workers: len([each for each in workers if each["progress"]]) == 2,
+    )
+    for worker in workers:
+        assert worker["heartbeat"] is None
+        assert (worker["progress"]["step"], worker["progress"]["counts"]) == (1041, "optimizer")
+        assert 0 <= worker["progress"]["age_seconds"] < procs.HANG
+    assert ": running with 2 ranks, step 1,041, " in asked("status")[1]
+    assert asked("stop", "--now")[0] == 0
+    assert job.wait() == 1
+
+
 @pytest.mark.parametrize(
     ("options", "source", "killed"), [((), WAITS, False), (("--now",), STUBBORN, True)], ids=["stop", "now"]
 )

@@ -226,6 +226,10 @@ def test_the_status_page_and_the_report_tell_what_is_kept(launch, worker_script)
     assert first["continued"] is None
     assert (second["continued"]["step"], second["continued"]["lost"]) == (7, 0)
     assert second["kept"]["ended_step"] == 8
+    progress = [status["workers"][0]["progress"] for status in (first, second)]
+    assert [(each["step"], each["counts"], each["age_seconds"]) for each in progress] == [
+        (7, "keep", None), (8, "keep", None)
+    ]  # fmt: skip
     lost = "1 step lost (step 8 was not copied)) has ended with the job"
     assert f"step 7, copied at the failure by 1 of 1 ranks, {lost} (with --keep-save" in job.stderr
 

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from elasticrs._engine.inside.keep import layout
 from elasticrs._engine.inside.keep.choice import Holding, KeptSlot
-from elasticrs._engine.inside.keep.layout import Answer, Head, Mode, Slot, SlotState, Why
+from elasticrs._engine.inside.keep.layout import Agreed, Answer, Head, Mode, Slot, SlotState, Why
 from elasticrs._engine.workers import plan
-from elasticrs._engine.workers.keep_files import MAX_RECORD
+from elasticrs._engine.workers.keep_files import MAX_RECORD, Progress
 
 RING, FIRST, SECOND = layout.REGIONS_AT, layout.REGIONS_AT + 4096, layout.REGIONS_AT + 4096 + 16384
 TABLE = [RING, 4096, FIRST, 16384, SECOND, 16384]
@@ -106,6 +106,21 @@ def test_what_a_worker_has_kept_is_read(files, worker):
     assert 0 < shown.pop("bytes") <= os.fstat(worker.fd).st_size + layout.REGIONS_AT
     assert (shown.pop("copies"), shown.pop("failed_copies"), shown.pop("blocked_seconds")) == (5, 0, 6e-9)
     assert shown == {"tier": "memory", "step": 12, "ended_step": 12, "secured_step": None}
+
+
+def test_the_last_step_is_that_of_keep_or_the_number_of_optimizer_steps(files):
+    assert files.progress(1) is None
+    with closing(Worker(files.places[1])) as worker:
+        worker.put(0, {Agreed.OWNER: 5, Agreed.STEPS: 40, Agreed.TIME: 77})
+        assert files.progress(1) == Progress("optimizer", 40, 77)
+        worker.put(0, {Agreed.STEPS: 1 << 63})
+        assert files.progress(1) is None
+        worker.put(0, {Head.PID: 5})
+        assert files.progress(1) is None
+        worker.put(0, {Head.RESTORED: 6})
+        assert files.progress(1) == Progress("keep", 5, 0)
+        worker.put(0, {Head.ENDED: 8, Head.ENDED_AT: 99})
+        assert files.progress(1) == Progress("keep", 7, 99)
 
 
 @pytest.mark.parametrize(

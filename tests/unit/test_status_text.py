@@ -27,6 +27,7 @@ def status(workers, **fields):
         "group": {"world_size": 2, "workers": 2 * len(workers)},
         "state": "HEALTHY",
         "restarts": 1,
+        "attempt": "1",
         "no_progress": None,
         "slowest": None,
         "last_failure": None,
@@ -42,6 +43,33 @@ def test_the_sentence_says_how_the_job_is():
         " 1 of 3 restarts used"
     )
     assert sentence(status([], group=None, state="INIT")).startswith("train.py (job llama): starting, for")
+
+
+def told(rank, number, counts, age=0.25, **fields):
+    return worker(rank, progress={"step": number, "counts": counts, "age_seconds": age}, **fields)
+
+
+@pytest.mark.parametrize(
+    ("counts", "attempt", "expected"),
+    [
+        ("keep", "1", "9"),
+        ("script", "1", "9"),
+        ("optimizer", "0", "9"),
+        ("optimizer", "1", "9 of this attempt"),
+    ],
+)
+def test_steps_of_the_attempt_are_named_once_the_job_has_restarted(counts, attempt, expected):
+    found = status([told(0, 9, counts, step=3)], attempt=attempt)
+    assert row(7, found)[5:7] == (expected, "0.2 s")
+    assert f", step {expected}, 0.2 s ago, " in sentence(found)
+    assert ranks_table(found)[1].endswith(f"running  {expected.ljust(4)}  0.2 s")
+
+
+def test_a_step_of_keep_comes_before_those_of_the_attempt_and_may_have_no_age():
+    found = status([told(0, 7, "keep", None), told(1, 90, "optimizer", None)])
+    assert row(7, found)[5:7] == ("7", "-")
+    assert ", step 7, for " in sentence(found)
+    assert remarks(found) == []
 
 
 @pytest.mark.parametrize(

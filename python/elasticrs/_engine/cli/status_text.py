@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from elasticrs._engine.job.phrases import attempt_text, duration, printable, ranks_text
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
     from typing import Any
 
 _STATES = {
@@ -46,14 +46,14 @@ def row(pid: int, status: Mapping[str, Any] | None) -> tuple[str, ...]:
     if status is None:
         return (*(UNKNOWN,) * 2, "does not answer", *(UNKNOWN,) * 6, str(pid))
     job, group = status["job"], status["group"] or {}
-    step, age = last_step(status)
+    last, age = last_step(status)
     return (
         printable(str(job["run_id"]), 40),
         printable(os.path.basename(str(job["name"])), 40),
         state_of(status),
         str(group.get("world_size", UNKNOWN)),
         str(group.get("workers", UNKNOWN)),
-        UNKNOWN if step is None else f"{step:,}",
+        _step_text(last, status),
         UNKNOWN if age is None else duration(age),
         duration(status["agent"]["uptime_seconds"]),
         f"{status['restarts']} of {job['max_restarts']}",
@@ -61,11 +61,33 @@ def row(pid: int, status: Mapping[str, Any] | None) -> tuple[str, ...]:
     )
 
 
-def last_step(status: Mapping[str, Any]) -> tuple[int | None, float | None]:
-    """Return the last step that a rank has begun, and the seconds since the last heartbeat of any rank."""
-    beats = [worker["heartbeat"] for worker in status["workers"] if worker.get("heartbeat")]
-    steps = [beat["step"] for beat in beats if beat["step"] is not None]
-    return max(steps, default=None), min((beat["age_seconds"] for beat in beats), default=None)
+def _progress(worker: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a worker's last step with its age. Before its first step there is only a heartbeat."""
+    return worker.get("progress") or worker.get("heartbeat") or {}
+
+
+def _counts_attempt(progress: Mapping[str, Any]) -> bool:
+    """Return true if the steps are counted from 0 in each attempt."""
+    return progress.get("counts") == "optimizer"
+
+
+def last_step(status: Mapping[str, Any]) -> tuple[Mapping[str, Any], float | None]:
+    """Return the progress of the foremost rank, and the seconds since the last progress of any rank. Steps
+    that are counted across restarts come before those of the attempt.
+    """
+    told = [_progress(worker) for worker in status["workers"]]
+    known = [each for each in told if each.get("step") is not None]
+    ages = [each["age_seconds"] for each in told if each.get("age_seconds") is not None]
+    last = max(known, key=lambda each: (not _counts_attempt(each), each["step"]), default={})
+    return last, min(ages, default=None)
+
+
+def _step_text(progress: Mapping[str, Any], status: Mapping[str, Any]) -> str:
+    if progress.get("step") is None:
+        return UNKNOWN
+    has_restarted = status["attempt"] not in (None, "0")
+    which = " of this attempt" if has_restarted and _counts_attempt(progress) else ""
+    return f"{progress['step']:,}{which}"
 
 
 def sentence(status: Mapping[str, Any]) -> str:
@@ -76,9 +98,11 @@ def sentence(status: Mapping[str, Any]) -> str:
         nodes, ranks = group["world_size"], group["workers"]
         parts[0] += f" with {ranks} rank{'s' if ranks != 1 else ''}"
         parts[0] += f" on {nodes} nodes" if nodes != 1 else ""
-    step, age = last_step(status)
-    if age is not None:
-        parts.append(f"step {step:,}, {duration(age)} ago" if step is not None else "before its first step")
+    last, age = last_step(status)
+    if last:
+        parts.append(f"step {_step_text(last, status)}{'' if age is None else f', {duration(age)} ago'}")
+    elif age is not None:
+        parts.append("before its first step")
     parts.append(f"for {duration(status['agent']['uptime_seconds'])}")
     parts.append(f"{status['restarts']} of {job['max_restarts']} restarts used")
     name, run_id = printable(os.path.basename(str(job["name"]))), printable(str(job["run_id"]))
@@ -111,20 +135,23 @@ def _failure(failure: Mapping[str, Any]) -> str:
     return f"{who}: {printable(what, 300)}"
 
 
-def _odd_ranks(workers: Iterable[Mapping[str, Any]]) -> list[str]:
+def _odd_ranks(workers: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return lines about the ranks that do not run, or are some steps behind the other ranks."""
     by_what: dict[str, list[int]] = {}
-    steps = {worker["rank"]: (worker.get("heartbeat") or {}).get("step") for worker in workers}
-    known = [step for step in steps.values() if step is not None]
+    most: dict[bool, int] = {}
+    for told in map(_progress, workers):
+        if told.get("step") is not None:
+            counts = _counts_attempt(told)
+            most[counts] = max(most.get(counts, 0), told["step"])
     for worker in workers:
-        rank, state = worker["rank"], worker["state"]
-        what = ""
+        rank, state, told = worker["rank"], worker["state"], _progress(worker)
+        step, what = told.get("step"), ""
         if state == "EXITED":
             what = f"exited with code {worker['exitcode']}"
         elif state == "PAUSED":
             what = f"stopped by a signal; kill -CONT {worker['pid']} continues it"
-        elif steps[rank] is not None and steps[rank] < max(known) - 1:
-            what = f"{max(known) - steps[rank]:,} steps behind the others"
+        elif step is not None and step < most[_counts_attempt(told)] - 1:
+            what = f"{most[_counts_attempt(told)] - step:,} steps behind the others"
         if what and rank is not None:
             by_what.setdefault(what, []).append(rank)
     lines = [f"{ranks_text(sorted(ranks), 8)}: {what}" for what, ranks in by_what.items()]
@@ -152,15 +179,15 @@ def ranks_table(status: Mapping[str, Any]) -> list[str]:
         return []
     rows = [("RANK", "PID", "STATE", "STEP", "LAST STEP")]
     if len(workers) > MAX_SHOWN:
-        workers.sort(key=lambda worker: (worker.get("heartbeat") or {}).get("step") or 0)
+        workers.sort(key=lambda worker: _progress(worker).get("step") or 0)
     for worker in workers[:MAX_SHOWN]:
-        beat = worker.get("heartbeat") or {}
-        step, age = beat.get("step"), beat.get("age_seconds")
+        told = _progress(worker)
+        age = told.get("age_seconds")
         rows.append((
             UNKNOWN if worker["rank"] is None else str(worker["rank"]),
             str(worker["pid"]),
             str(worker["state"]).lower(),
-            UNKNOWN if step is None else f"{step:,}",
+            _step_text(told, status),
             UNKNOWN if age is None else duration(age),
         ))  # fmt: skip
     lines = table(rows)

@@ -16,6 +16,7 @@ import time
 
 from elasticrs._engine.inside.keep import layout
 from elasticrs._engine.inside.keep.layout import Agreed, Head, Slot, SlotState
+from elasticrs._engine.job.value import Value
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -34,6 +35,21 @@ _CHUNK = 1 << 20
 _CLEARED = ((Head.PID, Head.CHECK_DIGEST), (Head.RESTORED, Head.SECURED))
 """First and last index of the words in a file's head that the agent clears before each attempt."""
 ALL_STEPS = _MAX_STEP = 1 << 62
+
+
+class Progress(Value):
+    """The last training step that a worker has completed.
+
+    Args:
+        counts: what counts the steps. ``keep``: :class:`elasticrs.Keep`, across restarts. ``script``: the
+            script, which calls :func:`elasticrs.timer.heartbeat`. ``optimizer``: elasticrs counts the
+            optimizer's steps, from 0 in each attempt.
+        at_ns: time at which the step ended, in nanoseconds of the monotonic clock; 0 if unknown.
+    """
+
+    counts: str
+    step: int
+    at_ns: int
 
 
 class KeepFiles:
@@ -155,6 +171,18 @@ class KeepFiles:
             "failed_copies": sum(head[Head.FAILED_COPIES] for _, head in heads),
             "blocked_seconds": sum(head[Head.BLOCKED_NS] for _, head in heads) / 1e9,
         }
+
+    def progress(self, local_rank: int) -> Progress | None:
+        """Return the last step that a worker has written into its file; ``None`` if there is none."""
+        if not self._fds:
+            return None
+        head = self._head(self._fds[local_rank])
+        if head[Head.PID]:
+            ended = _step(head[Head.ENDED])
+            step = _step(head[Head.RESTORED]) if ended is None else ended
+            return None if step is None else Progress("keep", step, head[Head.ENDED_AT])
+        owner, steps, at_ns, *_ = self.steps_of(local_rank)
+        return Progress("optimizer", steps, at_ns) if owner and 0 < steps <= _MAX_STEP else None
 
     def holding(self, local_rank: int, rank: int, world: int) -> Holding:
         """Return which steps a file contains. Call this after all processes of the attempt have exited."""

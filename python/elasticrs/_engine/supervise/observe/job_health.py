@@ -20,6 +20,7 @@ from elasticrs._engine.supervise.attempts.state_machine import AnnounceRestart, 
 from elasticrs._engine.supervise.failures.first_failure import first_seen, seen_failure
 from elasticrs._engine.supervise.observe.observer import Observer
 from elasticrs._engine.supervise.observe.slow_workers import slowest
+from elasticrs._engine.workers.keep_files import Progress
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -82,6 +83,7 @@ class HealthObserver(Observer):
         self._asked_ns: int | None = None
         self._waits: str | None = None
         self._kept: dict[str, Any] | None = None
+        self._progress: dict[int, dict[str, Any]] = {}
         self._native.identify(job.run_id, os.uname().nodename)
         self._publish()
 
@@ -120,8 +122,9 @@ class HealthObserver(Observer):
             return False
         self._measure_kept()
         attempt = self._attempt
-        if attempt is not None and attempt.running() and self._supervisor is not None:
-            beats = self._supervisor.heartbeats()
+        beats = [] if self._supervisor is None else self._supervisor.heartbeats()
+        self._measure_progress(beats)
+        if attempt is not None and attempt.running():
             self._no_progress = no_progress(
                 beats, attempt.global_ranks(), len(attempt.exits), time.monotonic_ns()
             )
@@ -139,9 +142,10 @@ class HealthObserver(Observer):
         ):
             # A new round may assign different ranks, and other nodes may have restarted workers.
             self._publish(self._workers_now(attempt))
-        self._server.answer()
         if self._is_stale:
             self._publish()
+        # Only now, because the server sends the status once this answer has come.
+        self._server.answer()
         for line in self._native.take_notices():
             self._say(line)
         if self._take_orders is not None:
@@ -226,6 +230,7 @@ class HealthObserver(Observer):
         self._paused.clear()
         self._is_hang_counted = False
         self._no_progress = self._kept = None
+        self._progress = {}
         failed = self._attempt.after
         if failed is not None and failed.first_failure is not None:
             self._native.recovered((self._attempt.stamps["started"] - failed.failed_ns) / 1e9)
@@ -304,6 +309,19 @@ class HealthObserver(Observer):
         for name, value in (kept or {}).items():
             if isinstance(value, (int, float)):
                 self._native.put("elasticrs.keep", name, value)
+
+    def _measure_progress(self, beats: Sequence[_core.Heartbeat]) -> None:
+        """Read the workers' last training steps for a request of the status."""
+        attempt, before, now_ns = self._attempt, self._progress, time.monotonic_ns()
+        files = None if attempt is None else attempt.keep_files
+        last = {beat.local_rank: beat for beat in beats}
+        self._progress = {}
+        for local_rank in self._ranks if attempt is not None else ():
+            told = None if files is None else files.progress(local_rank)
+            shown = last_step(told, last.get(local_rank), now_ns)
+            if shown is not None:
+                self._progress[local_rank] = shown
+        self._is_stale |= bool(before or self._progress)
 
     def _enter_state(self, state: _core.WorkersState) -> None:
         self._state = state
@@ -387,6 +405,7 @@ class HealthObserver(Observer):
                 "state": state if exited is None else "EXITED",
                 "exitcode": None if exited is None else exited.exitcode,
                 "training": self._training(ranks.local_rank, pid),
+                "progress": self._progress.get(ranks.local_rank),
             })  # fmt: skip
         return shown
 
@@ -412,6 +431,19 @@ def no_progress(
     told = [f"{phrases.ranks_text(sorted(places[key]), 8)} {key[1]}" for key in sorted(places)[:8]]
     told += [f"{exited} exited"] if exited else []
     return {"seconds": round(seconds, 3), "what": f"no progress for {seconds:.1f} s: {', '.join(told)}"}
+
+
+def last_step(told: Progress | None, beat: _core.Heartbeat | None, now_ns: int) -> dict[str, Any] | None:
+    """Return a worker's last training step for the status page. Steps that are counted across restarts come
+    before those of the attempt. ``told``: what the worker has written into its file in memory.
+    """
+    if beat is not None and beat.step is not None and (told is None or told.counts != "keep"):
+        told = Progress("optimizer" if beat.is_automatic else "script", beat.step, beat.at_ns)
+    if told is None:
+        return None
+    at_ns = max(told.at_ns, 0 if beat is None else beat.at_ns)
+    age = max(0.0, (now_ns - at_ns) / 1e9) if at_ns else None
+    return {"step": told.step, "counts": told.counts, "age_seconds": age}
 
 
 def _wall_ms(monotonic_ns: int | None) -> int:
