@@ -279,6 +279,7 @@ def test_logs_prints_the_last_lines_of_each_rank(launch, worker_script, folder, 
     job = tells(launch, worker_script, folder, tmp_path, "--redirects=3")
     code, text = asked("logs", "-n", "2")
     assert code == 0
+    assert "; see elasticctl logs" in asked("status")[1]
     for rank in "01":
         own = [line for line in text.splitlines() if line.startswith(f"[{rank}]")]
         assert own == [f"[{rank}] out 18 of attempt 1", f"[{rank}] out 19 of attempt 1", f"[{rank}] an error"]
@@ -325,7 +326,9 @@ def test_events_are_followed_without_a_rank(launch, worker_script, folder, tmp_p
     code, text = asked("logs", "--events", "-n", "1000")
     assert code == 0
     assert [json.loads(line) for line in text.splitlines()]
-    assert asked("logs")[0] == 1
+    code, text = asked("logs")
+    assert (code, "no log files: start the job with --redirects 3 or --tee 3\n" in text) == (1, True)
+    assert "elasticctl logs" not in asked("status")[1]
     assert asked("stop", "--now")[0] == 0
     events = [json.loads(line) for line in path.read_text().splitlines()]
     (event,) = [event for event in events if event["name"] == "order received"]

@@ -32,6 +32,7 @@ def status(workers, **fields):
         "slowest": None,
         "last_failure": None,
         "log_folder": None,
+        "has_log_files": False,
         "workers": workers,
     } | fields
 
@@ -108,6 +109,12 @@ def test_a_failure_a_stuck_agent_and_missing_progress_are_told_in_the_order_of_t
         "no progress for 6.1 s; see elasticctl stacks",
         "last failure: rank 3 (pid 9) in attempt 0: exited with code 1: ValueError: x?[2J",
     ]
+
+
+@pytest.mark.parametrize("has_files", [True, False])
+def test_the_log_folder_is_told_if_it_has_log_files(has_files):
+    found = remarks(status([], log_folder="/tmp/run", has_log_files=has_files))
+    assert found == (["logs in /tmp/run; see elasticctl logs"] if has_files else [])
 
 
 def test_of_many_ranks_the_slowest_are_in_the_table_and_all_have_a_letter():

@@ -74,7 +74,7 @@ class LogLines:
             raise Problem(USAGE, f"rank {rank} does not run on this node")
         self._open(status, max(0, count))
         if not self._files:
-            raise Problem(FAILED, "no log files: start the job with --redirects 3 or --tee 3, and --log-dir")
+            raise Problem(FAILED, "no log files: start the job with --redirects 3 or --tee 3")
 
     def _open(self, status: dict[str, Any], count: int | None) -> None:
         self._attempt = status["attempt"]

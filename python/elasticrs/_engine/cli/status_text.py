@@ -124,7 +124,7 @@ def remarks(status: Mapping[str, Any]) -> list[str]:
         found.append(f"slowest: rank {slowest['rank']}, {rates}")
     if status["last_failure"]:
         found.append(f"last failure: {_failure(status['last_failure'])}")
-    if status["log_folder"]:
+    if status["log_folder"] and status["has_log_files"]:
         found.append(f"logs in {printable(str(status['log_folder']), 1000)}; see elasticctl logs")
     return found
 

@@ -48,6 +48,11 @@ class LogPaths(Value):
         # <run>/attempt_N/<local rank>/error.json
         return os.path.dirname(os.path.dirname(os.path.dirname(error_file)))
 
+    @property
+    def have_output(self) -> bool:
+        """True if the output of a worker goes to a file."""
+        return any(path not in ("", os.devnull) for path in (*self.stdouts.values(), *self.stderrs.values()))
+
     def only_written(self) -> list[tuple[int, int, str]]:
         """Return local rank, descriptor and path of files with one stream that the agent does not read."""
         # In a file with several streams, nothing shows which bytes belong to which stream, so leave it out.

@@ -340,6 +340,7 @@ class HealthObserver(Observer):
             "host": os.uname().nodename,
             "event_log": self._event_log,
             "log_folder": None if attempt is None else attempt.paths.run_folder or None,
+            "has_log_files": attempt is not None and attempt.paths.have_output,
             "job": {
                 **{name: getattr(job, name) for name in shown},
                 "restart_window": job.restart_settings.window,

@@ -192,7 +192,7 @@ class TerminalReporter(Observer):
     def prepared(self, attempt: Attempt) -> None:
         self._is_told = False
         folder = attempt.paths.run_folder
-        if attempt is self._result.attempts[0] and self._tells_all and folder and any(_outputs(attempt)):
+        if attempt is self._result.attempts[0] and self._tells_all and folder and attempt.paths.have_output:
             self._say(f"logs in {folder}")
 
     def started(self) -> None:
@@ -357,9 +357,3 @@ def folder_with_files(attempts: Sequence[Attempt]) -> str | None:
     """Return the folder of a run's logs; ``None`` if it contains no files."""
     run = attempts[-1].paths.run_folder
     return run if run and any(files for _, _, files in os.walk(run)) else None
-
-
-def _outputs(attempt: Attempt) -> Iterable[str]:
-    for path in (*attempt.paths.stdouts.values(), *attempt.paths.stderrs.values()):
-        if path and path != os.devnull:
-            yield path
