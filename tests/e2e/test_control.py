@@ -342,7 +342,7 @@ def test_restart_costs_no_restart_and_waits_for_the_next_attempt(start, folder, 
     before = status_of(folder, job)
     code, text = asked("restart")
     assert code == 0
-    assert "attempt 0_r2 runs, after" in text
+    assert "attempt 0 of round 2 is running, after" in text
     after = status_of(folder, job)
     assert (after["round"], after["restarts"]) == (before["round"] + 1, 0)
     assert {each["pid"] for each in after["workers"]}.isdisjoint(each["pid"] for each in before["workers"])
@@ -501,7 +501,7 @@ def test_a_checkpoint_of_a_training_is_agreed_and_stacks_show_where_its_ranks_ar
     assert any(file == str(program) for file, _, _ in frames)
     assert sorted(rank for stack in answer["stacks"] for rank in stack["ranks"]) == [0, 1]
     code, text = asked("restart")
-    assert (code, "attempt 0_r2 runs" in text) == (0, True)
+    assert (code, "attempt 0 of round 2 is running" in text) == (0, True)
     job.wait_for_lines(r"BEGUN \d+", 4)
     code, text = asked("stop")
     assert (code, "SIGTERM sent to 2 ranks" in text) == (0, True), text

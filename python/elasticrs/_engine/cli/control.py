@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from elasticrs._engine.cli.control_client import ANSWER_LIMIT, Problem, choose, find, no_jobs
 from elasticrs._engine.cli.status_text import TITLES, ranks_table, remarks, row, sentence, table
-from elasticrs._engine.job.phrases import duration
+from elasticrs._engine.job.phrases import attempt_text, duration
 from elasticrs._engine.process.console import visible
 from elasticrs._engine.supervise.run.orders import DONE, FAILED, NO_JOB, NOT_AGREED, USAGE
 
@@ -224,7 +224,8 @@ def _restart(options: argparse.Namespace) -> int:
             now = agent.asked_again()
             if now["round"] != before["round"] and now["state"] == "HEALTHY":
                 took = duration(time.monotonic() - begun)
-                _print([f"{agent.title}: attempt {now['attempt']} runs, after {took}"])
+                what = f"attempt {attempt_text(now['attempt'])} is running"
+                _print([f"{agent.title}: {what}, after {took}"])
                 break
         return code
 
