@@ -198,7 +198,8 @@ def _tell_delivery(answer: Answer, ranks: int, sent: Delivery) -> None:
     to = f"{phrases.signal_name(sent.signum)} sent to {ranks} rank{'s' if ranks != 1 else ''}"
     if sent.step is not None:
         waited = phrases.milliseconds(round(sent.waited * 1e9))
-        answer({"code": DONE, "step": sent.step, "message": f"{to} after step {sent.step:,}, held {waited}"})
+        after = f"after optimizer step {sent.step:,} of this attempt"
+        answer({"code": DONE, "step": sent.step, "message": f"{to} {after}, held {waited}"})
     elif sent.why:
         answer({"code": NOT_AGREED, "message": f"{to} without an agreed step: {sent.why}"})
     else:
