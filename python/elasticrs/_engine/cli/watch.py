@@ -29,7 +29,15 @@ _PERIOD = 1.0
 """Seconds between two requests to the agent for the job's status."""
 
 _LOG_LINES = 5
-_KEYS = " t stacks  l logs  r restart  s stop  q quit "
+_KEYS = " t stacks  l logs  r restart  s stop  h help  q quit "
+_HELP = [
+    "t  where each rank of this node is, and who waits for whom",
+    "l  the last lines of the workers' log files",
+    "r  restart all workers of the job, after a question",
+    "s  stop the job, after a question",
+    "h  these lines",
+    "q  leave this screen; the job goes on",
+]
 _ORDERS = {"r": "restart", "s": "stop"}
 """Orders to the agent, by the key that sends them, after the user has confirmed."""
 
@@ -97,6 +105,8 @@ class Watch:
                 self._below = self._asked({"do": question}) if key == "y" else []
             elif key in _ORDERS:
                 self._question = _ORDERS[key]
+            elif key in ("h", "?"):
+                self._below = _HELP
             elif key == "t":
                 self._below = self._stacks()
             elif key == "l":
