@@ -123,11 +123,17 @@ def find(tell: Callable[[str], object]) -> list[Agent]:
         return []
     except OSError as error:
         raise Problem(REFUSED, f"{folder}: {error.strerror}") from None
-    found = [_agent(os.path.join(folder, name), tell) for name in names]
+    killed: list[str] = []
+    found = [_agent(os.path.join(folder, name), killed) for name in names]
+    if len(killed) == 1:
+        pid = os.path.basename(killed[0]).removesuffix(SUFFIX)
+        tell(f"agent {pid} was killed: removed the socket that it has left, {killed[0]}")
+    elif killed:
+        tell(f"removed the sockets of {len(killed)} agents that were killed")
     return sorted(agent for agent in found if agent is not None)
 
 
-def _agent(path: str, tell: Callable[[str], object]) -> Agent | None:
+def _agent(path: str, killed: list[str]) -> Agent | None:
     name = os.path.basename(path).removesuffix(SUFFIX)
     if not name.isdecimal():
         return None
@@ -139,7 +145,7 @@ def _agent(path: str, tell: Callable[[str], object]) -> Agent | None:
             return None  # The job has just ended.
         if error.errno == errno.ECONNREFUSED:
             os.unlink(path)
-            tell(f"agent {pid} was killed: removed the socket that it has left, {path}")
+            killed.append(path)
             return None
         return Agent(pid, path, None)
     except (ValueError, http.client.HTTPException):
