@@ -52,6 +52,9 @@ def run(args: Sequence[str]) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("elasticctl", description="Look at jobs on this machine; act on them.")
+    from elasticrs import __version__
+
+    parser.add_argument("--version", action="version", version=f"elasticrs {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     def command(name: str, action: Any, text: str) -> argparse.ArgumentParser:
