@@ -1,11 +1,20 @@
 """The texts of ``elasticctl status``, from statuses as agents tell them."""
 
+import signal
+import socket
+from contextlib import closing
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from elasticrs import __version__, ctl
+from elasticrs._engine.cli.control_client import find
+from elasticrs._engine.cli.stacks_text import text
 from elasticrs._engine.cli.status_text import MAX_SHOWN, letters, ranks_table, remarks, row, sentence, table
-from elasticrs._engine.cli.watch import screen
+from elasticrs._engine.cli.watch import Watch, screen
+from elasticrs._engine.supervise.run.agreed_step import Delivery
+from elasticrs._engine.supervise.run.orders import _tell_delivery, _who_continues
 
 
 def worker(rank, state="RUNNING", step=None, age=0.5, **fields):
@@ -144,3 +153,63 @@ def test_the_screen_fits_the_terminal(ranks, width, height, below):
     assert len(lines) == height
     assert all(len(line) <= width and line.isprintable() for line in lines[:-1] if not below)
     assert all(len(line) <= width for line in lines)
+
+
+def test_the_step_of_a_delivery_is_one_of_this_attempt():
+    answers = []
+    _tell_delivery(answers.append, 3, Delivery(signal.SIGUSR1, 1391, waited=0.0125))
+    (answer,) = answers
+    assert answer["step"] == 1391
+    assert answer["message"] == (
+        "SIGUSR1 sent to 3 ranks after optimizer step 1,391 of this attempt, held 12.5 ms"
+    )
+
+
+@pytest.mark.parametrize(
+    ("others", "expected"),
+    [
+        (1, "1 rank runs on another node, or has ended: "),
+        (2, "2 ranks run on other nodes, or have ended: "),
+    ],
+)
+def test_stacks_say_how_many_ranks_run_elsewhere(others, expected):
+    answer = {"message": "", "stacks": [], "silent": [], "has_py_spy": False}
+    last = text({**answer, "ranks": 1, "world_size": 1 + others}, is_whole=False)[-1]
+    assert last.startswith(expected)
+
+
+@pytest.mark.parametrize(
+    ("count", "expected"),
+    [
+        (1, "agent 1 was killed: removed the socket that it has left, {}/1.sock"),
+        (15, "removed the sockets of 15 agents that were killed"),
+    ],
+)
+def test_one_line_tells_of_all_sockets_that_killed_agents_have_left(tmp_path, monkeypatch, count, expected):
+    (folder := tmp_path / "c").mkdir(mode=0o700)
+    monkeypatch.setenv("ELASTICRS_CONTROL_DIR", str(folder))
+    for pid in range(1, count + 1):
+        with closing(socket.socket(socket.AF_UNIX)) as left:
+            left.bind(str(folder / f"{pid}.sock"))
+    told = []
+    assert find(told.append) == []
+    assert told == [expected.format(folder)]
+    assert not any(folder.iterdir())
+
+
+def test_the_version_is_told(capsys):
+    with pytest.raises(SystemExit) as ended:
+        ctl.main(["--version"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out == f"elasticrs {__version__}\n"
+
+
+@pytest.mark.parametrize("key", ["h", "?"])
+def test_a_key_explains_the_keys(key):
+    watch = Watch(None, status([]))
+    watch._on_key(key)
+    assert [line.split()[0] for line in watch._below] == list("tlrshq")
+
+
+def test_one_node_continues_and_several_continue():
+    assert [_who_continues(nodes) for nodes in (1, 2)] == ["1 node continues", "2 nodes continue"]

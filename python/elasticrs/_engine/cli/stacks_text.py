@@ -78,7 +78,12 @@ def text(answer: dict[str, Any], *, is_whole: bool) -> list[str]:
         )
     if answer["ranks"] < answer["world_size"]:
         others = answer["world_size"] - answer["ranks"]
-        lines.append(f"{others} ranks run on other nodes, or have ended: run this command there, too")
+        who = (
+            f"{others} ranks run on other nodes, or have"
+            if others != 1
+            else "1 rank runs on another node, or has"
+        )
+        lines.append(f"{who} ended: run this command there, too")
     return lines
 
 

@@ -158,7 +158,7 @@ class Orders:
         if left < rendezvous.min_nodes:
             are_left = f"{left} node{'s' if left != 1 else ''} would be left"
             raise Refused(f"{are_left}, and the job needs {rendezvous.min_nodes} (--nnodes)")
-        answer({"message": f"{own} leaves the job: SIGTERM to the workers; {left} nodes continue"})
+        answer({"message": f"{own} leaves the job: SIGTERM to the workers; {_who_continues(left)}"})
         event = machine.SignalReceived(signal.SIGTERM, ends_job=False)
         self._agent.ask_to_stop(event, partial(_tell_delivery, answer, self._count()))
 
@@ -192,6 +192,10 @@ class Orders:
 
 def _reply(server: _core.HealthServer, number: int, fields: dict[str, Any]) -> None:
     server.reply(number, json.dumps(fields), is_last="code" in fields)
+
+
+def _who_continues(nodes: int) -> str:
+    return f"{nodes} nodes continue" if nodes != 1 else "1 node continues"
 
 
 def _tell_delivery(answer: Answer, ranks: int, sent: Delivery) -> None:
