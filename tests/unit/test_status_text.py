@@ -132,6 +132,8 @@ def test_of_many_ranks_the_slowest_are_in_the_table_and_all_have_a_letter():
     lines = ranks_table(status(workers))
     assert len(lines) == MAX_SHOWN + 2
     assert lines[1].split()[0] == "0"
+    assert lines[-1] == "and 240 more ranks on this node"
+    assert ranks_table(status(workers[: MAX_SHOWN + 1]))[-1] == "and 1 more rank on this node"
     grid = letters(status(workers))
     assert "".join(line[7:] for line in grid[1:5]).count(".") == 255
     assert letters(status(workers[:MAX_SHOWN])) == []

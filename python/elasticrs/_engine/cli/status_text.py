@@ -192,5 +192,6 @@ def ranks_table(status: Mapping[str, Any]) -> list[str]:
         ))  # fmt: skip
     lines = table(rows)
     if len(workers) > MAX_SHOWN:
-        lines.append(f"and {len(workers) - MAX_SHOWN} more ranks on this node")
+        more = len(workers) - MAX_SHOWN
+        lines.append(f"and {more} more rank{'s' if more != 1 else ''} on this node")
     return lines

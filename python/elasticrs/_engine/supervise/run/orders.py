@@ -143,7 +143,8 @@ class Orders:
             raise Refused("a rendezvous handler of another package decides when attempts begin")
         attempt, node = self._running_attempt(), os.uname().nodename
         self._tracker.events.append(machine.RestartRequested(f"elasticctl restart on node {node}"))
-        how = f"SIGTERM to its {attempt.world_size} workers, {self._grace()}; no restart is charged"
+        workers = f"{attempt.world_size} workers" if attempt.world_size != 1 else "only worker"
+        how = f"SIGTERM to its {workers}, {self._grace()}; no restart is charged"
         answer({"code": DONE, "message": f"restarting the job: {how}"})
 
     def _drain(self, order: dict[str, Any], answer: Answer) -> None:
