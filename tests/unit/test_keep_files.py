@@ -149,7 +149,7 @@ def test_a_new_attempt_gets_a_plan_and_no_copy_of_an_abandoned_step(files, worke
     own = {"large": {"slot": 1}}
     files.begin(shared, {1: own}, 11)
     assert worker.plan == {**shared, "why": 'a "quoted" \\ text?', **own}
-    assert holding(files) == Holding((KeptSlot(1, 10),), has_joined=False)
+    assert holding(files) == Holding((KeptSlot(1, 10),), has_joined=False, twins=(5, 5, 5))
     head = worker.words(0, Head.COUNT)
     assert not any(head[Head.PID : Head.CHECK_DIGEST + 1])
     assert not any(head[Head.RESTORED : Head.ENDED_AT + 1])

@@ -82,7 +82,7 @@ def activate() -> None:
     """Redirect later imports of torch's launcher to elasticrs. Raise ``RuntimeError`` if it is loaded."""
     if is_active():
         return
-    if loaded := sorted(name for name in sys.modules if our_name(name) is not None):
+    if loaded := sorted(name for name in list(sys.modules) if our_name(name) is not None):
         raise RuntimeError(f"{loaded[0]} has already been imported; activate elasticrs.alias before that")
     # Python must ask this finder before the finder that finds torch's own files.
     sys.meta_path.insert(0, _Finder())

@@ -462,7 +462,7 @@ class _Surroundings:
 
     def hidden(self) -> str | None:
         """Return a newly imported module that would hide a file of the same name next to the script."""
-        new = [name for name in sys.modules if name not in self._known]
+        new = [name for name in list(sys.modules) if name not in self._known]
         self._known.update(new)
         return self.beside_script(new)
 
@@ -658,7 +658,7 @@ def _tell_ready(begun: float, since: int, surroundings: _Surroundings, at_first:
     import sysconfig
     import time
 
-    hidden = surroundings.beside_script([name for name in sys.modules if name not in at_first])
+    hidden = surroundings.beside_script([name for name in list(sys.modules) if name not in at_first])
     if hidden:
         # Fork no workers, because their script would get the module that this process has imported.
         report(failed=f"{hidden} is next to the script and has the name of a module that --warm needs")

@@ -50,6 +50,11 @@ _MAX_RANK = 1 << 31
 _MAX_AGE = 600.0
 """Maximum age of a failed collective's record in seconds. NCCL's watchdog writes it before the exit."""
 
+_EXIT_NS = 100_000_000
+"""Nanoseconds by which the exit of a process may be seen after the errors that it causes on other ranks, because
+the kernel closes the sockets of a process first.
+"""
+
 _RAISING_NS = 1_000_000_000
 """Maximum time from a failed collective until its exception is in the error file, in nanoseconds. Torch marks
 the collective as retired before Python raises the exception, and the record may be written in between.
@@ -479,7 +484,7 @@ def kept_waiting(exited: WorkerExited | None, at_ns: int, diagnosis: Diagnosis |
     """Describe a worker because of which a collective of the others failed at ``at_ns`` (monotonic)."""
     summary = "" if diagnosis is None else diagnosis.summary
     how = "made a collective of the others fail"
-    if exited is not None and exited.seen_ns <= at_ns:
+    if exited is not None and exited.seen_ns <= at_ns + (_EXIT_NS if exited.exitcode == 0 else 0):
         how = _left_early(exited) if (exited.exitcode or 0) >= 0 else how_it_ended(exited.exitcode)
     return "; ".join(filter(None, (how, summary)))
 
