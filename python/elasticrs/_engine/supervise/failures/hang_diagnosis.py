@@ -51,8 +51,8 @@ _MAX_AGE = 600.0
 """Maximum age of a failed collective's record in seconds. NCCL's watchdog writes it before the exit."""
 
 _EXIT_NS = 100_000_000
-"""Nanoseconds by which the exit of a process may be seen after the errors that it causes on other ranks, because
-the kernel closes the sockets of a process first.
+"""Nanoseconds by which the exit of a process may be seen after the errors that it causes on other ranks. The
+kernel closes the sockets of a process before its parent can see the exit.
 """
 
 _RAISING_NS = 1_000_000_000
