@@ -119,7 +119,7 @@ class KeepFiles:
     def is_used(self) -> bool:
         """Return true if a worker's program has used ``Keep`` in the current attempt or an earlier one."""
         # A program that starts to use Keep writes its pid last, so without a pid there is nothing to clear.
-        self._is_used = self._is_used or any(map(self.has_joined, range(len(self._fds))))
+        self._is_used = self._is_used or any(map(_is_joined, self._fds))
         return self._is_used
 
     def was_replicated(self, local_rank: int) -> bool:
@@ -148,13 +148,13 @@ class KeepFiles:
 
     def has_joined(self, local_rank: int) -> bool:
         """Return true if the program of this worker has used ``Keep`` in the current attempt."""
-        return bool(self._fds) and self._word(self._fds[local_rank], Head.PID) != 0
+        return bool(self._fds) and _is_joined(self._fds[local_rank])
 
     def standing(self) -> dict[str, int | float | str | None] | None:
         """Return what the workers have kept so far, for the status page; ``None`` if no worker uses ``Keep``.
         The counters begin anew in each attempt.
         """
-        heads = [(fd, self._head(fd)) for fd in self._fds if self._word(fd, Head.PID)]
+        heads = [(fd, self._head(fd)) for fd in self._fds if _is_joined(fd)]
         if not heads:
             return None
         slots = [words for fd, head in heads for _, _, words in self._slots(fd, head)]
@@ -325,6 +325,11 @@ def _kept_slot(index: int, words: tuple[int, ...]) -> KeptSlot:
         sequence=words[Slot.SEQUENCE],
         is_at_death=words[Slot.WHY] == layout.Why.AT_DEATH,
     )
+
+
+def _is_joined(fd: int) -> bool:
+    # This is called for each worker before each restart, so do not decode the word.
+    return any(os.pread(fd, layout.WORD, layout.WORD * Head.PID))
 
 
 def _words(fd: int, at: int, count: int) -> tuple[int, ...]:

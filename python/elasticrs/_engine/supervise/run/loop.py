@@ -45,6 +45,9 @@ _NEVER = float("inf")
 _AGREEMENT_TICK = 0.25
 """Seconds between two looks, after a restart, whether all workers have chosen what to restore."""
 
+_AFTER_START = 0.005
+"""Seconds after the workers' first start in which the agent does nothing but wait for them."""
+
 _SAVE_LIMIT = 600.0
 """Maximum seconds for saving the kept training state of a failed job. Only the user waits for that."""
 
@@ -94,6 +97,7 @@ class Agent:
         self.checkpoints: CheckpointRequests | None = None
         self._memory: MemoryFiles | None = None
         self._keeping: Keeping | None = None
+        self._begin_later: tuple[float, machine.Start, Attempt] | None = None
         self._agreed: AgreedSteps | None = None
         self._tell_stop: Tell | None = None
         self._error: Exception | None = None
@@ -101,7 +105,12 @@ class Agent:
         self._is_prepared = False
         self._checking: tuple[NodeCheck, machine.GroupEnded] | None = None
         # Periodic work. Each function does what is due, and returns the seconds until the next call.
-        self._duties: list[Callable[[], float]] = [decisions.seconds_left, self._end_delay, self._prepare]
+        self._duties: list[Callable[[], float]] = [
+            decisions.seconds_left,
+            self._end_delay,
+            self._prepare,
+            self._begin_while_starting,
+        ]
         if job.uninterruptible_state_timeout > 0:
             from elasticrs._engine.supervise.run.worker_states import Sleepers
 
@@ -480,15 +489,14 @@ class Agent:
         attempt = self._tracker.begin(action, plan)
         if not is_fresh:
             self._keep(action, attempt)
+        self._begin_later = None
+        if is_fresh or self._agreed is None:
+            self._begin_later = time.monotonic() + _AFTER_START, action, attempt
         if self._agreed is not None:
             self._agreed.begin_attempt(None if self._keeping is None else self._keeping.files)
         self._decisions.observe(attempt)
         try:
             self._tracker.start(attempt)
-            if is_fresh:
-                self._keep(action, attempt)
-            if self._agreed is None and self.checkpoints is None:
-                self._open_agreed()
         except Exception as error:
             if not self._job.has_peers:
                 raise
@@ -496,8 +504,25 @@ class Agent:
             self._error = error
             self._tracker.not_started(f"{type(error).__name__}: {error}")
 
+    def _begin_while_starting(self) -> float:
+        """Do what the workers need only when they train, soon after their start. So it delays neither their
+        start nor a job that ends at once.
+        """
+        if self._begin_later is None:
+            return _NEVER
+        due, action, attempt = self._begin_later
+        if (left := due - time.monotonic()) > 0:
+            return left
+        self._begin_later = None
+        if not attempt.has_ended:
+            if self._keeping is None:
+                self._keep(action, attempt)
+            self._open_agreed()
+        return _NEVER
+
     def _open_agreed(self) -> None:
-        # Import this module while the workers are starting, so that the import does not delay them.
+        if self._agreed is not None or self.checkpoints is not None:
+            return
         from elasticrs._engine.supervise.run.agreed_step import AgreedSteps
 
         self._agreed = AgreedSteps(
