@@ -58,14 +58,15 @@ EVENTS = {
     "open", "os.listdir", "os.scandir", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.truncate",
     "socket.getaddrinfo", "socket.gethostbyname", "subprocess.Popen", "os.posix_spawn",
 }
-# The counters of the kernel, and the modules that are imported after a failure.
+# The counters of the kernel, the modules that are imported after a failure, and files in memory.
 PACKAGE = os.path.dirname(sys.modules["elasticrs"].__file__)
-ALLOWED = ("/proc/", "/sys/", "/dev/", sys.prefix, sys.base_prefix, PACKAGE)
+ALLOWED = ("/proc/", "/sys/", "/dev/", "/memfd:", sys.prefix, sys.base_prefix, PACKAGE)
 watch = {"on": False}
 
 def hook(event, args):
     if watch["on"] and event in EVENTS and threading.get_ident() == threading.main_thread().ident:
-        path = os.fsdecode(args[0]) if isinstance(args[0], (str, bytes)) else str(args[0])
+        path = args[0]
+        path = os.readlink(f"/proc/self/fd/{path}") if isinstance(path, int) else os.fsdecode(path)
         if not path.startswith(ALLOWED):
             os.write(2, f"TOUCHED {event} {path}\\n".encode())
 
@@ -110,8 +111,8 @@ TWO_NODES = (
 
 @pytest.mark.parametrize("options", [(), ("--on-failure", "replace"), TWO_NODES])
 def test_the_main_thread_touches_no_file_while_the_job_runs(options, launch, worker_script, tmp_path):
-    """Check the time from the first start of the workers to the end of the job. The kernel's counter files
-    and imports are allowed.
+    """Check the time from the first start of the workers to the end of the job. The kernel's counter files,
+    imports and files in memory are allowed.
     """
     options = ("--nproc-per-node", "2", "--max-restarts", "4", "--hang-timeout", "2", *options)
     logs = ("--log-dir", tmp_path / "logs", "--tee", "3")
