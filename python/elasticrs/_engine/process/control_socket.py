@@ -64,22 +64,23 @@ class ControlSocket:
         self.path = os.path.join(folder, f"{self._owner}{SUFFIX}")
         self._socket = _socket.socket(_socket.AF_UNIX, _KIND)
         try:
-            self._bind()
-            os.chmod(self.path, 0o600)
-            self._socket.listen(_QUEUE)
+            self._listen(os.path.join(folder, f"{self._owner}.new"))
         except OSError:
             self._socket.close()
             raise
 
-    def _bind(self) -> None:
-        try:
-            self._socket.bind(self.path)
-        except OSError as error:
-            if error.errno != errno.EADDRINUSE or is_served(self.path):
-                raise
-            # A process that had this pid earlier was killed, and has left its socket behind.
-            os.unlink(self.path)
-            self._socket.bind(self.path)
+    def _listen(self, new: str) -> None:
+        """Listen on a socket with the path ``new``, and only then rename it. Otherwise, ``elasticctl`` could
+        find it before it listens, and remove it as that of a dead agent.
+        """
+        if is_served(self.path):
+            raise OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE))
+        if os.path.lexists(new):  # A process that had this pid earlier has left it behind.
+            os.unlink(new)
+        self._socket.bind(new)
+        os.chmod(new, 0o600)
+        self._socket.listen(_QUEUE)
+        os.rename(new, self.path)
 
     @property
     def fd(self) -> int:
