@@ -66,8 +66,8 @@ def _map_words() -> memoryview | None:
     from mmap import mmap
 
     try:
-        head = layout.unpack(os.pread(descriptor, 2 * layout.WORD, 0))
-        if head != (layout.MAGIC, int(mark)) or os.fstat(descriptor).st_size < layout.REGIONS_AT:
+        head, size = os.pread(descriptor, 2 * layout.WORD, 0), os.fstat(descriptor).st_size
+        if not layout.is_prepared(head, size, int(mark)):
             return None
         words = memoryview(mmap(descriptor, layout.HEAD_SIZE)).cast("Q")
     except (OSError, ValueError):

@@ -94,9 +94,8 @@ class KeepFile:
                 descriptor = os.open(self._path, os.O_RDWR | os.O_CLOEXEC)
             except OSError as error:
                 raise OffError(f"the agent's memory cannot be opened ({error.strerror})") from error
-            head = layout.unpack(os.pread(descriptor, 2 * layout.WORD, 0))
-            found = os.fstat(descriptor)
-            if head == (layout.MAGIC, self._mark) and found.st_size >= layout.REGIONS_AT:
+            head, found = os.pread(descriptor, 2 * layout.WORD, 0), os.fstat(descriptor)
+            if layout.is_prepared(head, found.st_size, self._mark):
                 return descriptor
             os.close(descriptor)
             # If the head is empty, wait: the agent writes it after the first plan, while the workers start.

@@ -244,3 +244,10 @@ def unpack(data: bytes) -> tuple[int, ...]:
     """Convert bytes to 8-byte numbers. Ignore up to 7 bytes at the end that are no whole number."""
     ends = range(WORD, len(data) + 1, WORD)
     return tuple(int.from_bytes(data[end - WORD : end], "little") for end in ends)
+
+
+def is_prepared(head: bytes, size: int, mark: int) -> bool:
+    """Return true if a file belongs to the agent that has told this worker ``mark``, and has the first plan.
+    ``head`` is the file's first two words, and ``size`` its number of bytes.
+    """
+    return unpack(head) == (MAGIC, mark) and size >= REGIONS_AT
