@@ -5,8 +5,8 @@ import signal
 from contextlib import closing, contextmanager
 
 import pytest
-from helpers import ports
 from helpers.keep_agent import keep_files
+from helpers.kept_nodes import Nodes, said
 from helpers.procs import reap_adopted, wait_until
 from hypothesis import given
 from hypothesis import strategies as st
@@ -297,23 +297,14 @@ TRAINS = """
 
 @pytest.fixture
 def agents(launch, worker_script, tmp_path):
-    """Start agents of a job with two nodes. The first agent hosts the store, and a third one is a spare."""
-    script, port = worker_script(TRAINS), ports.free()
-    options = ("--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{port}")
-    more = ("--rdzv-id=k", "--warm=torch")
+    """Start agents of a job with two nodes. A third agent is a spare."""
+    script = worker_script(TRAINS)
 
     def start(count, *arguments, own=("--max-restarts=1",)):
-        command = (*options, *more, *own, script, *arguments)
-        job = [launch(*command)]
-        (tmp_path / "host").write_text(str(job[0].pid))
-        wait_until(lambda: not ports.is_free(port))
-        return job + [launch(*command) for _ in range(count - 1)]
+        command = ("--nnodes=2", "--nproc-per-node=1", *own, script, *arguments)
+        return Nodes(launch, *command, pid_file=tmp_path / "host").start(count)
 
     return start
-
-
-def said(job, word):
-    return sorted(match.group(1) for agent in job for match in agent._matches(rf"{word} (.*)", "stdout"))
 
 
 @pytest.mark.torch
@@ -387,22 +378,18 @@ def test_the_state_of_a_failed_job_goes_on_in_the_next_one(agents, tmp_path):
 @pytest.mark.slow
 def test_a_lost_node_of_replicated_shards_costs_no_step(launch, worker_script, tmp_path):
     """Lose one of two nodes that both have the whole state: ranks 0 and 2 have equal parts, and 1 and 3."""
-    script, port = worker_script(HYBRID), ports.free()
-    where = ("--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{port}", "--rdzv-id=k", "--warm=torch")
-    command = ("--nnodes=2", "--nproc-per-node=2", *where, "--max-restarts=1", script)
+    options = ("--nnodes=2", "--nproc-per-node=2", "--max-restarts=1", worker_script(HYBRID))
 
-    def start(victim):
-        host = launch(*command, victim)
-        (tmp_path / "host").write_text(str(host.pid))
-        wait_until(lambda: not ports.is_free(port))
-        return host, launch(*command, victim)
+    def job_of(victim):
+        return Nodes(launch, *options, victim, pid_file=tmp_path / "host")
 
-    calm = start("none")
+    calm = job_of("none").start(2)
     assert [agent.wait() for agent in calm] == [0, 0]
-    host, lost = start("1:17")
+    job = job_of("1:17")
+    host, lost = job.start(2)
     lost.wait_for_lines("^BEGIN", 2, "stdout")
     lost.wait_for_lines("^VICTIM", 2, "stdout")
-    spare = launch(*command, "1:17")
+    (spare,) = job.start()
     os.kill(lost.pid, signal.SIGKILL)
     assert [host.wait(), spare.wait(), lost.wait()] == [0, 0, -signal.SIGKILL]
     reap_adopted()

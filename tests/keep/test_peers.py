@@ -10,7 +10,7 @@ from contextlib import ExitStack, closing
 from random import Random
 
 import pytest
-from helpers import ports
+from helpers.kept_nodes import Nodes, said
 from helpers.procs import HANG, reap_adopted, wait_until
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -615,21 +615,14 @@ TRAINS = """
 
 @pytest.fixture
 def agents(launch, worker_script):
-    """Return a function that starts agents of a job with three nodes. The first agent hosts the store."""
-    script, port = worker_script(TRAINS), ports.free()
-    options = ("--nnodes=3", "--nproc-per-node=1", "--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{port}")
-    more = ("--rdzv-id=k", "--max-restarts=1", "--warm=torch", "--keep-peers=1", script)
+    """Return a function that starts agents of a job with three nodes."""
+    script = worker_script(TRAINS)
 
     def start(count, *arguments):
-        job = [launch(*options, *more, *arguments)]
-        wait_until(lambda: not ports.is_free(port))
-        return job + [launch(*options, *more, *arguments) for _ in range(count - 1)]
+        command = ("--nnodes=3", "--nproc-per-node=1", "--max-restarts=1", "--keep-peers=1", script)
+        return Nodes(launch, *command, *arguments).start(count)
 
     return start
-
-
-def said(job, word):
-    return sorted(match.group(1) for agent in job for match in agent._matches(rf"{word} (.*)", "stdout"))
 
 
 @pytest.mark.torch
