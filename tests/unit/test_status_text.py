@@ -11,8 +11,17 @@ from hypothesis import strategies as st
 from elasticrs import __version__, ctl
 from elasticrs._engine.cli.control_client import find
 from elasticrs._engine.cli.stacks_text import text
-from elasticrs._engine.cli.status_text import MAX_SHOWN, letters, ranks_table, remarks, row, sentence, table
 from elasticrs._engine.cli.watch import Watch, screen
+from elasticrs._engine.supervise.observe.status_text import (
+    MAX_SHOWN,
+    letters,
+    page,
+    ranks_table,
+    remarks,
+    row,
+    sentence,
+    table,
+)
 from elasticrs._engine.supervise.run.agreed_step import Delivery
 from elasticrs._engine.supervise.run.orders import _tell_delivery, _who_continues
 
@@ -126,17 +135,53 @@ def test_the_log_folder_is_told_if_it_has_log_files(has_files):
     assert found == (["logs in /tmp/run; see elasticctl logs"] if has_files else [])
 
 
-def test_of_many_ranks_the_slowest_are_in_the_table_and_all_have_a_letter():
-    workers = [worker(rank, step=rank + 1) for rank in range(256)]
-    workers[200]["state"] = "EXITED"
+def test_of_many_ranks_the_most_urgent_are_in_the_table_and_all_have_a_letter():
+    workers = [worker(rank, step=100 - (rank < 20) * (30 - rank)) for rank in range(256)]
+    workers[200] |= {"state": "EXITED", "exitcode": -9}
+    workers[201]["state"] = "PAUSED"
     lines = ranks_table(status(workers))
     assert len(lines) == MAX_SHOWN + 2
-    assert lines[1].split()[0] == "0"
+    assert [line.split()[0] for line in lines[1:4]] == ["200", "201", "0"]
     assert lines[-1] == "and 240 more ranks on this node"
     assert ranks_table(status(workers[: MAX_SHOWN + 1]))[-1] == "and 1 more rank on this node"
     grid = letters(status(workers))
-    assert "".join(line[7:] for line in grid[1:5]).count(".") == 255
+    assert "".join(line[7:] for line in grid[1:5]) == "b" * 20 + "." * 180 + "Fp" + "." * 54
     assert letters(status(workers[:MAX_SHOWN])) == []
+
+
+@pytest.mark.parametrize("ranks", [1, MAX_SHOWN + 1])
+def test_the_page_says_what_the_terminal_says(ranks):
+    workers = [worker(rank, step=9) for rank in range(ranks)]
+    workers[0] |= {"state": "EXITED", "exitcode": 1}
+    failure = {"rank": 0, "pid": 100, "attempt": "0", "what": "exited with code 1", "exception": None}
+    stopped = status(
+        workers,
+        host="gpu001",
+        state="NO_PROGRESS",
+        no_progress={"what": "no progress for 6.1 s"},
+        earlier_failures=[failure | {"time_ms": 1}],
+        last_failure=failure | {"time_ms": 2},
+    )
+    shown = page(stopped)
+    assert f"{shown['title']}: {shown['sentence']}" == sentence(stopped)
+    assert [text for _, text in shown["remarks"]] == remarks(stopped)
+    assert [weight for weight, _ in shown["remarks"][:3]] == ["bad", "bad", "note"]
+    assert table([shown["titles"], *(cells for _, cells in shown["rows"])]) + shown["more"] == ranks_table(
+        stopped
+    )
+    assert shown["weight"] == "bad"
+    assert shown["rows"][0][0] == "F"
+    assert len(shown["failures"]) == 2
+    assert all("--job 7" in command for command, _ in shown["commands"])
+    if ranks == 1:
+        assert shown["grid"] == []
+    else:
+        assert shown["grid"] == [("gpu001", list(range(ranks)), "F" + "." * (ranks - 1))]
+        assert shown["grid"][0][2] in letters(stopped)[1]
+
+
+def test_the_page_of_a_process_without_a_job_says_so():
+    assert "no" in page({"agent": {"pid": 7}})["sentence"]
 
 
 def test_an_agent_that_does_not_answer_has_a_row():

@@ -12,9 +12,9 @@ from contextlib import closing, contextmanager
 from typing import TYPE_CHECKING
 
 from elasticrs._engine.cli.control_client import ANSWER_LIMIT, Problem, choose, find, no_jobs
-from elasticrs._engine.cli.status_text import TITLES, ranks_table, remarks, row, sentence, table
 from elasticrs._engine.job.phrases import attempt_text, duration
 from elasticrs._engine.process.console import visible
+from elasticrs._engine.supervise.observe.status_text import TITLES, ranks_table, remarks, row, sentence, table
 from elasticrs._engine.supervise.run.orders import DONE, FAILED, NO_JOB, NOT_AGREED, USAGE
 
 if TYPE_CHECKING:

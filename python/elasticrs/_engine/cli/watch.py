@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 from elasticrs._engine.cli.control_client import Problem
 from elasticrs._engine.cli.log_lines import LogLines
 from elasticrs._engine.cli.stacks_text import spied, text
-from elasticrs._engine.cli.status_text import letters, ranks_table, remarks, sentence
 from elasticrs._engine.process.console import visible
+from elasticrs._engine.supervise.observe.status_text import letters, ranks_table, remarks, sentence
 from elasticrs._engine.supervise.run.orders import DONE
 
 if TYPE_CHECKING:

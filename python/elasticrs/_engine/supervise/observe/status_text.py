@@ -1,0 +1,299 @@
+"""Turns the status of a job into texts for users: the lines of ``elasticctl``, and the texts on the health
+check server's page. Does no input or output itself.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+from elasticrs._engine.job.phrases import attempt_text, duration, local_time, printable, ranks_text
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from typing import Any
+
+_STATES = {
+    "INIT": "starting",
+    "HEALTHY": "running",
+    "NO_PROGRESS": "no progress",
+    "UNHEALTHY": "failing",
+    "STOPPED": "between attempts",
+    "SUCCEEDED": "succeeded",
+    "FAILED": "failed",
+}
+MAX_SHOWN = 16
+"""Maximum number of remarks about ranks, and of rows in the table of ranks."""
+
+UNKNOWN = "-"
+
+
+def state_of(status: Mapping[str, Any]) -> str:
+    state = str(status.get("state"))
+    return _STATES.get(state, state)
+
+
+def table(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Align the columns of ``rows``, the first of which has the titles."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
+    return [line.rstrip() for line in lines]
+
+
+TITLES = ("JOB", "SCRIPT", "STATE", "NODES", "RANKS", "STEP", "LAST STEP", "RUNNING", "RESTARTS", "PID")
+
+
+def row(pid: int, status: Mapping[str, Any] | None) -> tuple[str, ...]:
+    """Return a job's row in the table of all jobs."""
+    if status is None:
+        return (*(UNKNOWN,) * 2, "does not answer", *(UNKNOWN,) * 6, str(pid))
+    job, group = status["job"], status["group"] or {}
+    last, age = last_step(status)
+    return (
+        printable(str(job["run_id"]), 40),
+        printable(os.path.basename(str(job["name"])), 40),
+        state_of(status),
+        str(group.get("world_size", UNKNOWN)),
+        str(group.get("workers", UNKNOWN)),
+        _step_text(last, status),
+        UNKNOWN if age is None else duration(age),
+        duration(status["agent"]["uptime_seconds"]),
+        f"{status['restarts']} of {job['max_restarts']}",
+        str(pid),
+    )
+
+
+def _progress(worker: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a worker's last step with its age. Before its first step there is only a heartbeat."""
+    return worker.get("progress") or worker.get("heartbeat") or {}
+
+
+def _counts_attempt(progress: Mapping[str, Any]) -> bool:
+    """Return true if the steps are counted from 0 in each attempt."""
+    return progress.get("counts") == "optimizer"
+
+
+def last_step(status: Mapping[str, Any]) -> tuple[Mapping[str, Any], float | None]:
+    """Return the progress of the foremost rank, and the seconds since the last progress of any rank. Steps
+    that are counted across restarts come before those of the attempt.
+    """
+    told = [_progress(worker) for worker in status["workers"]]
+    known = [each for each in told if each.get("step") is not None]
+    ages = [each["age_seconds"] for each in told if each.get("age_seconds") is not None]
+    last = max(known, key=lambda each: (not _counts_attempt(each), each["step"]), default={})
+    return last, min(ages, default=None)
+
+
+def _step_text(progress: Mapping[str, Any], status: Mapping[str, Any]) -> str:
+    if progress.get("step") is None:
+        return UNKNOWN
+    has_restarted = status["attempt"] not in (None, "0")
+    which = " of this attempt" if has_restarted and _counts_attempt(progress) else ""
+    return f"{progress['step']:,}{which}"
+
+
+def sentence(status: Mapping[str, Any]) -> str:
+    """Return one line about the state of the job: size, step, running time, and restarts."""
+    return f"{title(status)}: {_how(status)}"
+
+
+def title(status: Mapping[str, Any]) -> str:
+    job = status["job"]
+    return f"{printable(os.path.basename(str(job['name'])))} (job {printable(str(job['run_id']))})"
+
+
+def _how(status: Mapping[str, Any]) -> str:
+    group = status["group"] or {}
+    parts = [state_of(status)]
+    if group:
+        nodes, ranks = group["world_size"], group["workers"]
+        parts[0] += f" with {ranks} rank{'s' if ranks != 1 else ''}"
+        parts[0] += f" on {nodes} nodes" if nodes != 1 else ""
+    last, age = last_step(status)
+    if last:
+        parts.append(f"step {_step_text(last, status)}{'' if age is None else f', {duration(age)} ago'}")
+    elif age is not None:
+        parts.append("before its first step")
+    parts.append(f"for {duration(status['agent']['uptime_seconds'])}")
+    parts.append(f"{status['restarts']} of {status['job']['max_restarts']} restarts used")
+    return ", ".join(parts)
+
+
+def remarks(status: Mapping[str, Any]) -> list[str]:
+    """Return lines about what a user should look at, most important first, with commands that tell more."""
+    return [text for _, text in _weighed_remarks(status)]
+
+
+def _weighed_remarks(status: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Return each remark after its weight: ``bad``, ``warn`` or ``note``."""
+    found = []
+    agent = status["agent"]
+    if not agent["alive"]:
+        found.append(("bad", f"the agent does not work: {agent['reason']} (its pid is {agent['pid']})"))
+    if status["no_progress"]:
+        what = printable(str(status["no_progress"]["what"]), 1000)
+        found.append(("bad", f"{what}; see elasticctl stacks"))
+    found += _odd_ranks(status["workers"])
+    slowest = status["slowest"]
+    if slowest:
+        rates = f"{slowest['rate']:.2f} steps/s (median {slowest['median']:.2f})"
+        found.append(("warn", f"slowest: rank {slowest['rank']}, {rates}"))
+    if status["last_failure"]:
+        found.append(("note", f"last failure: {_failure(status['last_failure'])}"))
+    if status["log_folder"] and status["has_log_files"]:
+        folder = printable(str(status["log_folder"]), 1000)
+        found.append(("note", f"logs in {folder}; see elasticctl logs"))
+    return found
+
+
+def _failure(failure: Mapping[str, Any]) -> str:
+    what = ": ".join(str(part) for part in (failure["what"], failure["exception"]) if part)
+    who = f"rank {failure['rank']} (pid {failure['pid']}) in attempt {attempt_text(failure['attempt'])}"
+    return f"{who}: {printable(what, 300)}"
+
+
+LETTERS = {".": "running", "b": "steps behind", "p": "stopped by a signal", "x": "exited", "F": "failed"}
+"""The letters that stand for the states of ranks where there is no room for words."""
+_MOST_URGENT = "Fpxb."
+_WEIGHTS = {"b": "warn", "p": "warn", "x": "note", "F": "bad"}
+
+
+def _looks(workers: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
+    """Return for each rank the letter of its state, and what a user should know. That text is empty for a
+    rank that runs and is not more than one step behind the others.
+    """
+    most: dict[bool, int] = {}
+    for told in map(_progress, workers):
+        if told.get("step") is not None:
+            counts = _counts_attempt(told)
+            most[counts] = max(most.get(counts, 0), told["step"])
+    found = []
+    for worker in workers:
+        state, told, look = worker["state"], _progress(worker), (".", "")
+        step = told.get("step")
+        if state == "EXITED":
+            look = "F" if worker["exitcode"] else "x", f"exited with code {worker['exitcode']}"
+        elif state == "PAUSED":
+            look = "p", f"stopped by a signal; kill -CONT {worker['pid']} continues it"
+        elif step is not None and step < most[_counts_attempt(told)] - 1:
+            look = "b", f"{most[_counts_attempt(told)] - step:,} steps behind the others"
+        found.append(look)
+    return found
+
+
+def _odd_ranks(workers: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
+    """Return weighed remarks about the ranks that do not run, or are some steps behind the other ranks."""
+    by_look: dict[tuple[str, str], list[int]] = {}
+    for worker, look in zip(workers, _looks(workers), strict=True):
+        if look[1] and worker["rank"] is not None:
+            by_look.setdefault(look, []).append(worker["rank"])
+    found = [
+        (_WEIGHTS[letter], f"{ranks_text(sorted(ranks), 8)}: {what}")
+        for (letter, what), ranks in by_look.items()
+    ]
+    return found[:MAX_SHOWN]
+
+
+_ROW = 64
+
+
+def letters(status: Mapping[str, Any]) -> list[str]:
+    """Return rows with a letter for each rank's state. Empty if the table of ranks shows all ranks."""
+    workers = status["workers"]
+    if len(workers) <= MAX_SHOWN:
+        return []
+    shown = "".join(letter for letter, _ in _looks(workers))
+    rows = [f"{at:>5}  {shown[at : at + _ROW]}" for at in range(0, len(shown), _ROW)]
+    return ["", *rows, "       " + "  ".join(f"{letter} {state}" for letter, state in LETTERS.items())]
+
+
+def ranks_table(status: Mapping[str, Any]) -> list[str]:
+    """Return a table of this node's ranks; if they are too many, of those that need a look first."""
+    rows = [cells for _, cells in _rank_rows(status)]
+    return [*table([RANK_TITLES, *rows]), *_more(status)] if rows else []
+
+
+RANK_TITLES = ("RANK", "PID", "STATE", "STEP", "LAST STEP")
+
+
+def _rank_rows(status: Mapping[str, Any]) -> list[tuple[str, tuple[str, ...]]]:
+    """Return the rows of the table of ranks, each after the letter of the rank's state."""
+    workers = status["workers"]
+    found = list(zip(workers, (letter for letter, _ in _looks(workers)), strict=True))
+    if len(workers) > MAX_SHOWN:
+        found.sort(key=lambda each: (_MOST_URGENT.index(each[1]), _progress(each[0]).get("step") or 0))
+    rows: list[tuple[str, tuple[str, ...]]] = []
+    for worker, letter in found[:MAX_SHOWN]:
+        told = _progress(worker)
+        age = told.get("age_seconds")
+        cells = (
+            UNKNOWN if worker["rank"] is None else str(worker["rank"]),
+            str(worker["pid"]),
+            str(worker["state"]).lower(),
+            _step_text(told, status),
+            UNKNOWN if age is None else duration(age),
+        )
+        rows.append((letter, cells))
+    return rows
+
+
+def _more(status: Mapping[str, Any]) -> list[str]:
+    more = len(status["workers"]) - MAX_SHOWN
+    return [f"and {more} more rank{'s' if more != 1 else ''} on this node"] if more > 0 else []
+
+
+_STATE_WEIGHTS = {
+    "HEALTHY": "ok",
+    "SUCCEEDED": "ok",
+    "NO_PROGRESS": "bad",
+    "UNHEALTHY": "bad",
+    "FAILED": "bad",
+}
+
+
+def page(status: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the texts that the page of the health check server shows: the same that ``elasticctl status
+    --watch`` prints, but not yet put into lines of a terminal.
+    """
+    if "job" not in status:
+        return {"title": "elasticrs", "sentence": "this process has told nothing about a job yet"}
+    pid, workers, host = status["agent"]["pid"], status["workers"], printable(str(status["host"]))
+    facts = zip(TITLES, row(pid, status), strict=True)
+    failures = [*status["earlier_failures"], status["last_failure"]]
+    shows_all = len(workers) <= MAX_SHOWN
+    return {
+        "title": title(status),
+        "host": host,
+        "state": state_of(status),
+        "weight": _STATE_WEIGHTS.get(status["state"], "warn"),
+        "sentence": _how(status),
+        "remarks": _weighed_remarks(status),
+        "facts": [fact for fact in facts if fact[0] not in ("JOB", "SCRIPT", "STATE")],
+        "titles": RANK_TITLES,
+        "rows": _rank_rows(status),
+        "more": _more(status),
+        "grid": [] if shows_all else [_grid_row(host, workers)],
+        "letters": LETTERS,
+        "failures": [
+            (local_time(failure["time_ms"] * 1_000_000), _failure(failure)) for failure in failures if failure
+        ],
+        "commands": _commands(status),
+    }
+
+
+def _grid_row(host: str, workers: Sequence[Mapping[str, Any]]) -> tuple[str, list[int | None], str]:
+    """Return the name of a node, its ranks, and a letter for the state of each of them."""
+    return host, [worker["rank"] for worker in workers], "".join(letter for letter, _ in _looks(workers))
+
+
+def _commands(status: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Return the commands with which a user can act on the job, and what they do."""
+    job = f"--job {status['agent']['pid']}"
+    found = [
+        ("stacks", "where each rank is, and who waits for whom"),
+        ("logs -f", "what the ranks print"),
+        ("checkpoint", "all ranks save after the same step, and go on"),
+        ("restart", "restart all workers; this costs no restart"),
+        ("stop", "all ranks save after the same step, and end"),
+    ]
+    return [(f"elasticctl {command} {job}", what) for command, what in found]
