@@ -79,8 +79,8 @@ $(BUILT): $(RUST_SOURCES) pyproject.toml $(REBUILD) | $(SETUP)
 	@PIP_QUIET=1 MATURIN_NO_MISSING_BUILD_BACKEND_WARNING=1 VIRTUAL_ENV=$(CURDIR)/$(VENV) $(PY) -m maturin develop --release --locked --quiet
 	@mv $@.begun $@
 
-demo: build ## train a real model with 4 workers; one is killed midway, and the job recovers
-	@$(PY) examples/ddp_digits/demo.py
+demo: build ## train a real model with 4 workers; one is killed, another one hangs, and no step is lost (python -m elasticrs.demo)
+	@$(PY) -m elasticrs.demo
 
 demo-keep: build ## kept state; a worker is killed, raises, hangs, a node leaves, is lost: steps lost, beside torchrun
 	@$(PY) examples/keep/demo.py

@@ -1,7 +1,7 @@
 """DistributedDataParallel on handwritten digits. Each attempt resumes from the checkpoint of the last epoch.
 
 Run: elasticrun --standalone --nproc-per-node 4 --max-restarts 2 examples/ddp_digits/train.py
-Try: add --kill-rank 2, and rank 2 is killed in epoch 3. `make demo` does that, and shows the times.
+Try: add --kill-rank 2, and rank 2 is killed in epoch 3. The job restarts after epoch 2.
 
 This is an ordinary script for torchrun, too. It uses nothing of elasticrs.
 """

@@ -1,0 +1,1 @@
+"""The demo: ``python -m elasticrs.demo`` runs :mod:`.demo.train` with four workers, two of which fail."""

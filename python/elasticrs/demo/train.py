@@ -1,0 +1,99 @@
+"""Trains a model to tell which of three spirals a point belongs to, in each worker of the demo.
+
+The lines with the comment ``# keep`` are all that the script needs, so that no step is lost when a worker
+fails. ``python -m elasticrs.demo`` runs the script, and sets the variable that lets two of the workers fail.
+"""
+
+import json
+import os
+import queue
+import signal
+import sys
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
+
+from elasticrs import Keep  # keep
+
+STEPS = 300
+ATTEMPT = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+ACCIDENTS = json.loads(os.environ.get("ELASTICRS_DEMO_ACCIDENTS", "[]"))
+"""For each attempt that fails: the rank and the step of the failure, and ``killed`` or ``hung``."""
+RECORDS = os.environ.get("ELASTICRS_DEMO_RECORDS")
+"""The file to which the workers append what they have done, as a JSON object per line."""
+
+
+def main() -> None:
+    """Train until the last step has ended."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(2, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 3))
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    ddp = DistributedDataParallel(model)
+    torch.manual_seed(1 + dist.get_rank())  # other points on each rank
+
+    keep = Keep(model=model, optimizer=optimizer)  # keep
+    step = begin = keep.restore(default=0)  # keep
+    while step < STEPS:
+        points, spirals = next_batch(step + 1)
+        loss: Any = cross_entropy(ddp(points), spirals)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        step += 1
+        keep.step(step)  # keep
+        if step == begin + 1:
+            record("trains", step=begin)
+        if step % 50 == 0 and dist.get_rank() == 0:
+            print(f"step {step}/{STEPS}: loss {loss:.4f}", flush=True)
+
+    if dist.get_rank() == 0:
+        points, spirals = draw(3000)
+        with torch.no_grad():
+            right = (model(points).argmax(dim=1) == spirals).float().mean()
+        record("ended", accuracy=100 * right.item())
+    dist.barrier()  # no rank may exit while another one still trains
+    dist.destroy_process_group()
+
+
+def draw(count: int) -> tuple[Any, Any]:
+    """Return random points near three spirals, and the number of each point's spiral."""
+    spirals = torch.randint(3, (count,))
+    radius = torch.rand(count)
+    angle = 4 * radius + spirals * (2 * torch.pi / 3) + 0.1 * torch.randn(count)
+    return torch.stack((radius * angle.cos(), radius * angle.sin()), dim=1), spirals
+
+
+def next_batch(step: int) -> tuple[Any, Any]:
+    """Return the batch of a step. If the worker is to fail in this step, it dies or waits forever instead."""
+    for attempt, (rank, at, what) in enumerate(ACCIDENTS):
+        if (attempt, rank, at) == (ATTEMPT, dist.get_rank(), step):
+            record(what)
+            if what == "killed":
+                os.kill(os.getpid(), signal.SIGKILL)
+            never_filled: queue.Queue[Any] = queue.Queue()
+            never_filled.get()
+    return draw(128)
+
+
+def record(what: str, **values: float) -> None:
+    """Append what this worker has done to the file of the demo."""
+    if RECORDS:
+        line = json.dumps(
+            {"what": what, "attempt": ATTEMPT, "pid": os.getpid(), "time": time.time(), **values}
+        )
+        with open(RECORDS, "a", encoding="utf-8") as file:
+            file.write(f"{line}\n")
+
+
+if __name__ == "__main__":
+    main()
+    # Skip the interpreter's shutdown, because threads of gloo sometimes abort it.
+    sys.stdout.flush()
+    os._exit(0)
