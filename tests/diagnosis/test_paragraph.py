@@ -12,7 +12,7 @@ from elasticrs._engine.hangs.diagnose import diagnose, failed, ranks_text
 from elasticrs._engine.job.phrases import spans
 from elasticrs._engine.supervise.attempts.attempt import Attempt
 from elasticrs._engine.supervise.failures import hang_diagnosis
-from elasticrs._engine.supervise.failures.first_failure import why_expired
+from elasticrs._engine.supervise.failures.failed_attempt import why_expired
 from elasticrs._engine.supervise.run.tracker import AttemptTracker
 from elasticrs._engine.workers.plan import Plan, WorkerRanks
 

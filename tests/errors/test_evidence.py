@@ -9,7 +9,7 @@ from helpers.procs import HANG
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elasticrs._engine.supervise.attempts import evidence
+from elasticrs._engine.supervise.attempts import attempt
 
 V1 = """\
 31 23 0:28 / /sys/fs/cgroup rw,relatime - tmpfs tmpfs rw,mode=755
@@ -46,7 +46,7 @@ TWICE = V2 + "700 23 0:24 /job /run/job rw - cgroup2 cgroup2 rw\n"
     ],
 )
 def test_oom_kill_counters_are_found_through_the_mounts(cgroups, mountinfo, files):
-    assert evidence.memory_counters(cgroups, mountinfo) == files
+    assert attempt.memory_counters(cgroups, mountinfo) == files
 
 
 @pytest.mark.parametrize(
@@ -61,19 +61,19 @@ def test_oom_kill_counters_are_found_through_the_mounts(cgroups, mountinfo, file
     ],
 )
 def test_the_oom_kill_count_is_parsed(text, count):
-    assert evidence.parse_oom_kill(text) == count
+    assert attempt.parse_oom_kill(text) == count
 
 
 @given(cgroups=st.text(), mountinfo=st.text(alphabet="\\ -/a7\n"), counter=st.text())
 def test_oom_kill_parsers_raise_no_exception_for_any_text(cgroups, mountinfo, counter):
-    evidence.memory_counters(cgroups, mountinfo)
-    evidence.memory_counters(cgroups, V1)
-    evidence.memory_counters("0::/a\n4:memory:/b\n", mountinfo)
-    evidence.parse_oom_kill(counter)
+    attempt.memory_counters(cgroups, mountinfo)
+    attempt.memory_counters(cgroups, V1)
+    attempt.memory_counters("0::/a\n4:memory:/b\n", mountinfo)
+    attempt.parse_oom_kill(counter)
 
 
-QUIET = {"/cg/memory.events": 3, evidence.VMSTAT: 10}
-STRUCK = {"/cg/memory.events": 4, evidence.VMSTAT: 11}
+QUIET = {"/cg/memory.events": 3, attempt.VMSTAT: 10}
+STRUCK = {"/cg/memory.events": 4, attempt.VMSTAT: 11}
 
 
 @pytest.mark.parametrize(
@@ -88,41 +88,41 @@ STRUCK = {"/cg/memory.events": 4, evidence.VMSTAT: 11}
         (-15, None, QUIET, STRUCK, False),
         (1, None, QUIET, STRUCK, False),
         (None, None, QUIET, STRUCK, False),
-        (-9, None, {evidence.VMSTAT: 1}, {evidence.VMSTAT: 2}, True),
-        (-9, None, QUIET, {**QUIET, evidence.VMSTAT: 11}, False),
+        (-9, None, {attempt.VMSTAT: 1}, {attempt.VMSTAT: 2}, True),
+        (-9, None, QUIET, {**QUIET, attempt.VMSTAT: 11}, False),
         (-9, None, QUIET, {}, False),
     ],
 )
 def test_an_external_sigkill_and_a_higher_count_indicate_an_oom_kill(
     exitcode, sent_signal, before, after, probable
 ):
-    assert evidence.probably_oom(exitcode, sent_signal, before, after) is probable
+    assert attempt.probably_oom(exitcode, sent_signal, before, after) is probable
 
 
 def test_oom_notes_name_the_counter_and_give_advice():
-    note = evidence.oom_note(-9, None, QUIET, STRUCK)
+    note = attempt.oom_note(-9, None, QUIET, STRUCK)
     assert note is not None
     assert "oom_kill rose by 1 in /cg/memory.events" in note
     for advice in ("memory limit", "batch", "data loader"):
         assert advice in note
-    machine = evidence.oom_note(-9, None, {evidence.VMSTAT: 1}, {evidence.VMSTAT: 2})
+    machine = attempt.oom_note(-9, None, {attempt.VMSTAT: 1}, {attempt.VMSTAT: 2})
     assert machine is not None
     assert "memory limit" not in machine
-    other = evidence.oom_note(1, None, QUIET, STRUCK)
+    other = attempt.oom_note(1, None, QUIET, STRUCK)
     assert other is not None
     assert "perhaps a child of the worker" in other
-    assert evidence.oom_note(-9, None, QUIET, QUIET) is None
+    assert attempt.oom_note(-9, None, QUIET, QUIET) is None
 
 
 def test_the_machine_has_oom_kill_counters():
-    counts = evidence.oom_kills([os.getpid(), 2**22 + 1])
-    assert counts[evidence.VMSTAT] >= 0
-    assert evidence.read_counters(counts).keys() == counts.keys()
+    counts = attempt.oom_kills([os.getpid(), 2**22 + 1])
+    assert counts[attempt.VMSTAT] >= 0
+    assert attempt.read_counters(counts).keys() == counts.keys()
 
 
 def test_a_plain_sigkill_is_not_taken_for_an_oom_kill():
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as worker:
-        before = evidence.oom_kills([worker.pid])
+        before = attempt.oom_kills([worker.pid])
         worker.kill()
         worker.wait(HANG)
-    assert not evidence.probably_oom(worker.returncode, None, before, evidence.read_counters(before))
+    assert not attempt.probably_oom(worker.returncode, None, before, attempt.read_counters(before))

@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elasticrs._engine.failures.files import discard_unused_files, fault_file
+from elasticrs._engine.failures.failure import discard_unused_files, fault_file
 from elasticrs._engine.inside import flight
 from elasticrs._engine.inside.error_file import error_document, failure_facts
 from elasticrs.multiprocessing.errors import ProcessFailure

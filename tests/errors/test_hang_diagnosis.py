@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elasticrs import _core
-from elasticrs._engine.failures.files import (
+from elasticrs._engine.failures.failure import (
     fault_file,
     flight_dumps,
     flight_record_file,
@@ -30,7 +30,7 @@ from elasticrs._engine.hangs.stacks import Frame, MergedStack
 from elasticrs._engine.inside.error_file import write_whole
 from elasticrs._engine.supervise.attempts.attempt import Attempt
 from elasticrs._engine.supervise.failures import hang_diagnosis
-from elasticrs._engine.supervise.failures.first_failure import is_collective_failure
+from elasticrs._engine.supervise.failures.failed_attempt import is_collective_failure
 from elasticrs._engine.supervise.failures.hang_diagnosis import diagnose_running, examine, examine_failure
 from elasticrs._engine.supervise.run.tracker import AttemptTracker
 from elasticrs._engine.workers.logs import LogPaths

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from elasticrs import _core
 from elasticrs._engine.job.config import JobSpec
-from elasticrs._engine.process.clock import Clock
+from elasticrs._engine.job.failure_cause import Clock
 from elasticrs._engine.supervise.attempts import state_machine as machine
 from elasticrs._engine.supervise.attempts.attempt import Attempt, phases
 from elasticrs._engine.supervise.failures import failed_attempt

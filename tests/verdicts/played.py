@@ -19,19 +19,17 @@ from rendezvous.cluster import Cluster
 from elasticrs import _core
 from elasticrs._engine.cli.arguments import resolve
 from elasticrs._engine.failures.failure import root_cause
+from elasticrs._engine.job import failure_cause
 from elasticrs._engine.job.config import ExitCodes
-from elasticrs._engine.job.failure_cause import Cause
+from elasticrs._engine.job.failure_cause import Cause, Clock
 from elasticrs._engine.job.options import parse
 from elasticrs._engine.nodes.protocol import messages
-from elasticrs._engine.process import clock
-from elasticrs._engine.process.clock import Clock
 from elasticrs._engine.supervise.attempts import state_machine as machine
 from elasticrs._engine.supervise.attempts.attempt import Attempt, JobResult
 from elasticrs._engine.supervise.decide.decisions import OneNode
 from elasticrs._engine.supervise.decide.several_nodes import has_failed_alone, verdict_of
 from elasticrs._engine.supervise.failures import failed_attempt
-from elasticrs._engine.supervise.failures.failed_attempt import Place, first_word, own_cause
-from elasticrs._engine.supervise.failures.first_failure import first_seen
+from elasticrs._engine.supervise.failures.failed_attempt import Place, first_seen, first_word, own_cause
 from elasticrs._engine.supervise.observe import job_report
 from elasticrs._engine.workers.logs import LogPaths
 from elasticrs._engine.workers.plan import NodeShare, Plan, assign
@@ -136,8 +134,8 @@ class Node:
 
     def __enter__(self):
         """Replace this machine's clocks with those of the node."""
-        self._clocks, clock.time = (
-            clock.time,
+        self._clocks, failure_cause.time = (
+            failure_cause.time,
             SimpleNamespace(
                 time_ns=lambda: time.time_ns() + self._wall_ns,
                 monotonic_ns=lambda: time.monotonic_ns() + self._monotonic_ns,
@@ -145,7 +143,7 @@ class Node:
         )
 
     def __exit__(self, *_):
-        clock.time = self._clocks
+        failure_cause.time = self._clocks
 
 
 def beat_of(rank, at_ns, step, is_global=False):

@@ -10,7 +10,7 @@ import pytest
 from helpers.ended import Ended
 from helpers.said import says
 
-from elasticrs._engine.supervise.attempts import evidence
+from elasticrs._engine.supervise.attempts import attempt
 
 pytestmark = pytest.mark.beyond_torchrun
 
@@ -33,7 +33,7 @@ def run(launch, worker_script, tmp_path):
 @pytest.fixture
 def memory_cgroup():
     """Create a memory cgroup with a limit, as a child of this process's cgroup."""
-    found = evidence.memory_counters(
+    found = attempt.memory_counters(
         Path("/proc/self/cgroup").read_text(), Path("/proc/self/mountinfo").read_text()
     )
     for counter in found:

@@ -18,8 +18,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TextIO
 
-from elasticrs._engine.failures.failure import failure_of
-from elasticrs._engine.failures.files import discard_unused_files
+from elasticrs._engine.failures.failure import discard_unused_files, failure_of
 from elasticrs._engine.gpus.numa import cpus_of_options
 from elasticrs._engine.job.config import DEFAULT_SIGNALS, check_start_method, default_stop_scope
 from elasticrs._engine.job.phrases import SILENT

@@ -6,6 +6,7 @@ import errno
 import os
 from functools import partial
 
+from elasticrs._engine.job.failure_cause import Clock
 from elasticrs._engine.job.value import Record
 from elasticrs._engine.nodes import hosting
 from elasticrs._engine.nodes.protocol.records import WORKERS_STORES, Keys
@@ -22,7 +23,6 @@ from elasticrs._engine.nodes.transport.coordination import (
     Txn,
 )
 from elasticrs._engine.process.background_call import BackgroundCall
-from elasticrs._engine.process.clock import Clock
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import errno
-from functools import partial
-
 from elasticrs._engine.process.signals import ignored_signals
 from elasticrs._engine.supervise.observe import make_observers
 from elasticrs._engine.supervise.run.loop import Agent
@@ -88,20 +85,10 @@ def make_workers(job: JobSpec, consoles: Collection[int] = (1, 2)) -> Workers:
 def _logs(job: JobSpec) -> tuple[AttemptLogs, Callable[[], object]]:
     """Return a function that creates an attempt's log files, and one that removes an empty log folder."""
     if job.logs.logs_specs is None:
-        from elasticrs._engine.process.background_call import FileAccess
         from elasticrs._engine.workers.logs import RunLogs
 
         logs = RunLogs(job.logs, job.run_id, job.nproc)
-        files = FileAccess()
-
-        def attempt(name: str, variables: dict[int, dict[str, str]]) -> LogPaths:
-            paths = files.run(partial(logs.attempt, name, variables), None)
-            if paths is None:
-                why = "the file system of the logs does not respond"
-                raise TimeoutError(errno.ETIMEDOUT, why, logs.directory)
-            return paths
-
-        return attempt, partial(files.run, logs.remove_if_empty, None)
+        return logs.attempt, logs.remove_if_empty
     from elasticrs._engine import public
 
     specs, attempt_logs = job.logs.logs_specs, public("multiprocessing.logs_specs.attempt_logs")

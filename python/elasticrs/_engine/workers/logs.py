@@ -8,9 +8,11 @@ from __future__ import annotations
 import errno
 import os
 import stat
+from functools import partial
 
 from elasticrs._engine.job.config import DEFAULT_PREFIX_TEMPLATE, LogSettings, UsageError
 from elasticrs._engine.job.value import Value, fresh
+from elasticrs._engine.process.background_call import FileAccess
 from elasticrs._engine.process.console import visible
 
 TYPE_CHECKING = False
@@ -65,27 +67,40 @@ class LogPaths(Value):
 
 
 class RunLogs:
-    """The log directory of one run. Raises ``UsageError`` if it cannot be created or written to."""
+    """The log directory of one run. Raises ``UsageError`` if it cannot be created or written to. The methods
+    wait only a limited time for a file system that does not respond.
+    """
 
     def __init__(self, settings: LogSettings, run_id: str, nproc: int) -> None:
         self._settings = settings
         self._nproc = nproc
         self._is_temporary = not settings.log_dir
+        self._files = FileAccess()
         self.directory = (
             "" if settings.log_dir == os.devnull else _make_run_directory(settings.log_dir, run_id)
         )
 
     def attempt(self, name: str, variables: Mapping[int, dict[str, str]]) -> LogPaths:
-        """Create an attempt's log directories. Add each worker's error file to its environment variables."""
-        directory = ""
-        if self.directory:
-            directory = os.path.join(self.directory, f"attempt_{name}")
-            make_again(self.directory, is_temporary=self._is_temporary)
-        return make_files(self._settings, directory, self._nproc, variables)
+        """Create an attempt's log directories. Add each worker's error file to its environment variables.
+        Raise ``OSError`` if that fails, or if the file system does not respond.
+        """
+
+        def make() -> LogPaths:
+            directory = ""
+            if self.directory:
+                directory = os.path.join(self.directory, f"attempt_{name}")
+                make_again(self.directory, is_temporary=self._is_temporary)
+            return make_files(self._settings, directory, self._nproc, variables)
+
+        paths = self._files.run(make, None)
+        if paths is None:
+            why = "the file system of the logs does not respond"
+            raise TimeoutError(errno.ETIMEDOUT, why, self.directory)
+        return paths
 
     def remove_if_empty(self) -> None:
         if self.directory and self._is_temporary:
-            remove_if_empty(os.path.dirname(self.directory))
+            self._files.run(partial(remove_if_empty, os.path.dirname(self.directory)), None)
 
 
 def make_files(

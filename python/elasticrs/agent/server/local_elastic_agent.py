@@ -18,6 +18,7 @@ from elasticrs._engine.process.console import Console
 from elasticrs._engine.process.signals import catch_signals
 from elasticrs._engine.supervise.attempts.state_machine import Phase
 from elasticrs._engine.supervise.decide.handler_nodes import HandlerNodes
+from elasticrs._engine.supervise.failures.failed_attempt import failures
 from elasticrs._engine.supervise.observe import make_observers
 from elasticrs._engine.supervise.observe.health_check_server import HealthCheckServer as OurServer
 from elasticrs._engine.supervise.observe.health_check_server import (
@@ -341,8 +342,6 @@ class LocalElasticAgent(SimpleElasticAgent):
         result: RunResult = super()._invoke_run(role)
         attempt = self._pcontext.attempt if self._pcontext is not None else None
         if result.is_failed() and not result.failures and attempt is not None:
-            from elasticrs._engine.supervise.failures.failed_attempt import failures
-
             # No worker caused the failure. Report the workers that failed as a consequence.
             result.failures = failures(attempt)
         return result

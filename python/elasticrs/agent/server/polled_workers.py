@@ -15,6 +15,7 @@ from elasticrs._engine.job import phrases
 from elasticrs._engine.process.console import END_PATIENCE
 from elasticrs._engine.process.signals import StopRequests
 from elasticrs._engine.supervise.attempts import state_machine as machine
+from elasticrs._engine.supervise.failures.failed_attempt import failures
 from elasticrs._engine.supervise.run.tracker import AttemptTracker
 from elasticrs._engine.supervise.run.workers import variables_of
 from elasticrs._engine.workers.functions.interrupts import (
@@ -216,8 +217,6 @@ class PolledWorkers:
             values = self._workers.return_values(attempt)
             result.return_values = {local_ranks[rank]: value for rank, value in values.items()}
             return result
-        from elasticrs._engine.supervise.failures.failed_attempt import failures
-
         result.failures = {local_ranks[rank]: failure for rank, failure in failures(attempt).items()}
         return result
 

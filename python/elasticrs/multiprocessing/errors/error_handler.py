@@ -107,7 +107,7 @@ class ErrorHandler:
         """Copy a worker's error file to this process's error file. If it cannot be read, only log this."""
         import json
 
-        from elasticrs._engine.failures.files import load_object
+        from elasticrs._engine.failures.failure import load_object
 
         try:
             rootcause_error = load_object(rootcause_error_file)

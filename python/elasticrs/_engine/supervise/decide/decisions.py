@@ -8,10 +8,11 @@ import os
 from abc import ABC, abstractmethod
 
 from elasticrs._engine.job.config import SAFETY_TICK
+from elasticrs._engine.job.failure_cause import Clock
 from elasticrs._engine.job.restart_policy import FailureHistory
 from elasticrs._engine.process.background_call import BackgroundCall
-from elasticrs._engine.process.clock import Clock
 from elasticrs._engine.supervise.attempts import state_machine as machine
+from elasticrs._engine.supervise.failures.failed_attempt import evidence
 from elasticrs._engine.workers.plan import NodeShare, Plan, StorePort, agent_hosts_store, assign
 
 TYPE_CHECKING = False
@@ -182,12 +183,6 @@ class OneAgent(Decisions):
             case machine.WorkerExited() if not self._state.replaces:
                 return event
             case machine.GroupEnded() | machine.WorkerExited() | machine.StartFailed():
-                try:
-                    from elasticrs._engine.supervise.failures.failed_attempt import evidence
-                except OSError:
-                    # Without a free file descriptor, the import of the code that reads the evidence fails.
-                    # Then decide without evidence: the restart budget still limits the restarts.
-                    return event
                 return event.replaced(evidence=evidence(self._attempt, self._job.fatal_codes))
         return event
 

@@ -18,6 +18,7 @@ from elasticrs._engine.supervise.attempts import state_machine as machine
 from elasticrs._engine.supervise.decide import shared_budget as shared
 from elasticrs._engine.supervise.decide.member_workers import among_workers, variables_of_members
 from elasticrs._engine.supervise.decide.several_nodes import SeveralNodes
+from elasticrs._engine.supervise.failures.failed_attempt import facts, first_word, own_cause
 from elasticrs._engine.workers.plan import NodeShare, Plan
 
 TYPE_CHECKING = False
@@ -176,8 +177,6 @@ class MemberNodes(SeveralNodes):
         return self._require_driver().tell(event)
 
     def _first_words(self, local_rank: int) -> Cause:
-        from elasticrs._engine.supervise.failures.failed_attempt import facts, first_word
-
         attempt = self._attempt
         assert attempt is not None
         first = first_word(attempt, local_rank, self._place())
@@ -190,8 +189,6 @@ class MemberNodes(SeveralNodes):
         attempt = self._attempt
         if attempt is None or not attempt.failed_exits():
             return None
-        from elasticrs._engine.supervise.failures.failed_attempt import own_cause
-
         codes = self._job.fatal_codes
         cause = own_cause(attempt, self._place(), self._first_word, fatal_exit_codes=codes)
         return None if cause is None else cause.replaced(round=None).encoded()

@@ -12,7 +12,7 @@ from functools import partial
 from elasticrs._engine.gpus import MEMORY_LIMIT, are_gpus_visible
 from elasticrs._engine.job import phrases
 from elasticrs._engine.job.config import SAFETY_TICK
-from elasticrs._engine.job.failure_cause import Permanence, Verdict
+from elasticrs._engine.job.failure_cause import Cause, Clock, Permanence, Verdict
 from elasticrs._engine.job.restart_policy import FailureHistory, is_suspect
 from elasticrs._engine.nodes.driver import Driver
 from elasticrs._engine.nodes.hosting import SystemResolver, decide_hosting
@@ -21,6 +21,13 @@ from elasticrs._engine.nodes.protocol.records import silence_of, step_of
 from elasticrs._engine.nodes.rendezvous_store import node_name
 from elasticrs._engine.supervise.attempts import state_machine as machine
 from elasticrs._engine.supervise.decide.decisions import Decisions
+from elasticrs._engine.supervise.failures.failed_attempt import (
+    Place,
+    first_seen,
+    first_word,
+    no_program,
+    own_cause,
+)
 from elasticrs._engine.workers.plan import NodeShare, Plan, agent_hosts_store
 
 TYPE_CHECKING = False
@@ -30,13 +37,10 @@ if TYPE_CHECKING:
 
     from elasticrs import _core
     from elasticrs._engine.job.config import JobSpec
-    from elasticrs._engine.job.failure_cause import Cause
     from elasticrs._engine.nodes.protocol.rendezvous import Rendezvous
     from elasticrs._engine.process.background_call import BackgroundCall
-    from elasticrs._engine.process.clock import Clock
     from elasticrs._engine.process.console import Console
     from elasticrs._engine.supervise.attempts.attempt import Attempt
-    from elasticrs._engine.supervise.failures.failed_attempt import Place
 
 _PHASES = {
     "succeeded": machine.Phase.SUCCEEDED,
@@ -171,8 +175,6 @@ class SeveralNodes(Decisions):
             self._console.group_rank = None
             why = event.message.removeprefix(f"{phrases.NOT_STARTED}: ")
             if event.has_no_program:
-                from elasticrs._engine.supervise.failures.failed_attempt import no_program
-
                 # The restart policy can exclude this node if the program starts on all other nodes.
                 self._last_cause = cause = no_program(why, self._place())
                 return self._over(messages.GroupEnded(cause.encoded()))
@@ -223,8 +225,6 @@ class SeveralNodes(Decisions):
         attempt = self._attempt
         if attempt is None or self._first_word is not None:
             return []
-        from elasticrs._engine.supervise.failures.failed_attempt import first_word
-
         self._first_word = first_word(attempt, event.local_rank, self._place())
         return self._tell(messages.WorkerFailed(self._first_word.encoded()))
 
@@ -232,9 +232,6 @@ class SeveralNodes(Decisions):
         attempt = self._attempt
         if attempt is None or event.local_rank != self._first_failure or self._first_word is not None:
             return []
-        from elasticrs._engine.supervise.failures.failed_attempt import first_word
-        from elasticrs._engine.supervise.failures.first_failure import first_seen
-
         self._first_word = first_word(attempt, first_seen(attempt), self._place())
         return self._tell(messages.WorkerFailed(self._first_word.encoded()))
 
@@ -246,8 +243,6 @@ class SeveralNodes(Decisions):
             return []
         if event.outcome == "succeeded":
             return self._over(messages.WorkersDone())
-        from elasticrs._engine.supervise.failures.failed_attempt import own_cause
-
         # If a worker hung in the kernel, `why_stuck` already reports it.
         is_failure = self.phase is not machine.Phase.STOPPING and event.unfit is None
         self._found_unfit = event.found_unfit
@@ -281,8 +276,6 @@ class SeveralNodes(Decisions):
         return check + (MEMORY_LIMIT if are_gpus_visible(os.environ) else 0.0)
 
     def _place(self) -> Place:
-        from elasticrs._engine.supervise.failures.failed_attempt import Place
-
         rank = -1 if self._attempt is None else self._attempt.plan.ranks[0].group_rank
         return Place(node_name(), node_name(), rank, self._clock())
 
@@ -350,8 +343,6 @@ class SeveralNodes(Decisions):
         self.outcome = outcome
         self.has_taken_part = outcome.kind != "spare"
         if outcome.cause is not None:
-            from elasticrs._engine.job.failure_cause import Cause
-
             self.first_cause = Cause.decoded(outcome.cause)
         self.phase = _PHASES.get(outcome.kind, machine.Phase.FAILED)
         if outcome.kind == "spare" and (outcome.has_failed or self._rendezvous.max_nodes == 1):

@@ -15,7 +15,7 @@ import time
 from itertools import islice
 from typing import NamedTuple
 
-from elasticrs._engine.failures.files import (
+from elasticrs._engine.failures.failure import (
     OWN_THREAD,
     fault_file,
     flight_dumps,

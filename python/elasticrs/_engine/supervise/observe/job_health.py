@@ -17,7 +17,7 @@ from elasticrs._engine.job import phrases
 from elasticrs._engine.job.config import hang_limits
 from elasticrs._engine.job.failure_cause import headline
 from elasticrs._engine.supervise.attempts.state_machine import AnnounceRestart, Phase, Start, Stop
-from elasticrs._engine.supervise.failures.first_failure import first_seen, seen_failure
+from elasticrs._engine.supervise.failures.failed_attempt import first_seen, seen_failure
 from elasticrs._engine.supervise.observe.observer import Observer
 from elasticrs._engine.supervise.observe.slow_workers import slowest
 from elasticrs._engine.workers.keep_files import Progress

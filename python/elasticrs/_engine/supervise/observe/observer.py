@@ -12,7 +12,12 @@ from functools import partial
 
 from elasticrs._engine.job import phrases
 from elasticrs._engine.supervise.attempts.state_machine import AnnounceRestart, Phase, ReportFailure
-from elasticrs._engine.supervise.failures.first_failure import early_leavers, first_seen, how_it_was_seen
+from elasticrs._engine.supervise.failures.failed_attempt import (
+    early_leavers,
+    first_of,
+    first_seen,
+    how_it_was_seen,
+)
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -326,13 +331,7 @@ class TerminalReporter(Observer):
             lost = attempt.nursery_end if "started" in attempt.stamps else None
             attempt.cause = lost or self._result.message or "the workers could not be started"
             return attempt.cause
-        try:
-            from elasticrs._engine.supervise.failures.failed_attempt import first_of
-        except OSError:
-            # Without a free file descriptor, this import fails. In that case, report only the worker's exit.
-            local_rank, how = failed[0].local_rank, f" {attempt.how_it_ended(failed[0])}"
-        else:
-            local_rank, how = first_of(attempt)
+        local_rank, how = first_of(attempt)
         attempt.cause = attempt.who_failed(local_rank) + how
         return attempt.who_failed(local_rank, attempt.exits[local_rank].pid) + how
 

@@ -16,7 +16,7 @@ from elasticrs._engine import public
 from elasticrs._engine.failures.failure import NOT_AVAILABLE
 from elasticrs._engine.job import phrases
 from elasticrs._engine.supervise.attempts.state_machine import Phase, Rendezvous, Start
-from elasticrs._engine.supervise.failures.first_failure import why_expired
+from elasticrs._engine.supervise.failures.failed_attempt import failures, why_expired
 from elasticrs._engine.supervise.observe.observer import Observer
 
 if TYPE_CHECKING:
@@ -226,8 +226,6 @@ class EventRecorder(_Recorder):
             return
         failed: dict[int, ProcessFailure] = {}
         if not has_succeeded:
-            from elasticrs._engine.supervise.failures.failed_attempt import failures
-
             failed = {failure.local_rank: failure for failure in failures(attempt).values()}
         unfailed = "SUCCEEDED" if has_succeeded else "TERMINATED"
         global_ranks = attempt.shown_ranks()

@@ -13,7 +13,7 @@ from elasticrs._engine.job import config, phrases
 from elasticrs._engine.job.config import keep_memory
 from elasticrs._engine.process.background_call import BackgroundCall, FileAccess
 from elasticrs._engine.process.console import has_time
-from elasticrs._engine.supervise.attempts.evidence import memory_counters
+from elasticrs._engine.supervise.attempts.attempt import memory_counters
 from elasticrs._engine.workers.keep_files import ALL_STEPS, KeepFiles
 from elasticrs._engine.workers.plan import KEEP_OFF, MemoryFiles
 

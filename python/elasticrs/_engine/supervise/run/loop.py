@@ -20,7 +20,6 @@ from elasticrs._engine.process.other_processes import has_own_proc
 from elasticrs._engine.process.signals import KEYBOARD, StopRequests, suspend
 from elasticrs._engine.supervise.attempts import state_machine as machine
 from elasticrs._engine.supervise.run.tracker import AttemptTracker
-from elasticrs._engine.supervise.run.worker_states import can_take
 from elasticrs._engine.workers.plan import KEEP_OFF, MemoryFiles
 
 TYPE_CHECKING = False
@@ -55,8 +54,6 @@ _SAVE_LIMIT = 600.0
 def _import_for_cause() -> None:
     try:
         import json  # noqa: F401
-
-        import elasticrs._engine.supervise.failures.failed_attempt  # noqa: F401
     except OSError:
         # No file descriptor is free for these imports. The code that imports these modules later handles
         # that.
@@ -644,4 +641,6 @@ def _handles(pid: int, signum: int) -> bool | None:
     """Return true if a process handles, ignores or blocks a signal, or if that is unknown; ``None`` if the
     process has exited.
     """
+    from elasticrs._engine.supervise.run.worker_states import can_take
+
     return can_take(pid, signum) if has_own_proc() else True

@@ -10,16 +10,18 @@ from functools import partial
 
 from elasticrs import _core
 from elasticrs._engine import public
-from elasticrs._engine.failures.files import discard_unused_files, last_bytes
+from elasticrs._engine.failures.failure import discard_unused_files, last_bytes
 from elasticrs._engine.gpus import are_gpus_visible
 from elasticrs._engine.job import phrases
 from elasticrs._engine.process.background_call import FILE_LIMIT, FileAccess
 from elasticrs._engine.supervise.attempts import state_machine as machine
-from elasticrs._engine.supervise.attempts.attempt import Attempt, JobResult
-from elasticrs._engine.supervise.attempts.evidence import oom_kills
-from elasticrs._engine.supervise.failures.first_failure import early_leavers
+from elasticrs._engine.supervise.attempts.attempt import Attempt, JobResult, oom_kills
+from elasticrs._engine.supervise.failures.failed_attempt import (
+    early_leavers,
+    is_collective_failure,
+    reports_lost_peer,
+)
 from elasticrs._engine.supervise.observe.observer import Observers, TerminalReporter
-from elasticrs._engine.supervise.run.worker_states import PassedSignals
 from elasticrs._engine.supervise.run.workers import (
     prepare_group,
     prepare_replacement,
@@ -41,6 +43,7 @@ if TYPE_CHECKING:
     from elasticrs._engine.supervise.observe.observer import Observer
     from elasticrs._engine.supervise.run.gpu_watcher import GpuWatcher
     from elasticrs._engine.supervise.run.warming import Warming
+    from elasticrs._engine.supervise.run.worker_states import PassedSignals
     from elasticrs._engine.supervise.run.workers import Leftovers, Workers
     from elasticrs._engine.workers.logs import LogPaths
     from elasticrs._engine.workers.plan import Plan
@@ -90,7 +93,7 @@ class AttemptTracker:
         self._replaces = job.on_failure == "replace"
         self._restarts = 0
         self._is_generous = False
-        self._passed = PassedSignals(self._forward, console.say)
+        self._passed: PassedSignals | None = None
         self.result = JobResult()
         self.events: deque[machine.Event] = deque()
         reporter = TerminalReporter(job, self.result, console.say, owns_process=owns_process)
@@ -242,10 +245,11 @@ class AttemptTracker:
             name = phrases.signal_name(signum)
             self._console.say(f"{name} received and ignored: no workers are running")
             return
-        self._passed.pass_on(signum, self.attempt.running())
+        if self._passed is None:
+            from elasticrs._engine.supervise.run.worker_states import PassedSignals
 
-    def _forward(self, signum: int, local_ranks: list[int]) -> None:
-        self.supervisor.forward(signum, local_ranks)
+            self._passed = PassedSignals(self.supervisor.forward, self._console.say)
+        self._passed.pass_on(signum, self.attempt.running())
 
     def drain(self) -> None:
         """Wait for the console, at most :data:`DRAIN_TIMEOUT`, and handle the supervisor's last events."""
@@ -273,8 +277,9 @@ class AttemptTracker:
 
     def wait(self, seconds: float | None) -> bool:
         """Wait for an event from the supervisor and handle it. Return false if no event arrived."""
-        running = {} if self.attempt is None else self.attempt.running()
-        left = self._passed.look(running)
+        left = None
+        if self._passed is not None and self.attempt is not None:
+            left = self._passed.look(self.attempt.running())
         held = None if self._gpus is None else self._gpus.seconds_left()
         seconds = min((limit for limit in (seconds, left, held) if limit is not None), default=None)
         event = self.supervisor.next_event(seconds)
@@ -473,8 +478,6 @@ class AttemptTracker:
 
     def _explain(self, attempt: Attempt) -> None:
         """Find the ranks to blame if the first failure may be a failed collective."""
-        from elasticrs._engine.supervise.failures.first_failure import is_collective_failure
-
         # The second call, at the attempt's end, tries again if the diagnosis or the blame is still unknown.
         is_explained = attempt.diagnosis is not None and attempt.blame is not None
         if is_explained or self._replaces or not is_collective_failure(attempt):
@@ -550,7 +553,7 @@ class AttemptTracker:
                 outcome = "failed"
         conflict = outcome == "failed" and attempt.files.run(partial(_is_port_conflict, attempt), False)
         if outcome == "failed":
-            self._diagnose(attempt, partial(self._accuse_leavers, attempt, _reports_lost_peer))
+            self._diagnose(attempt, partial(self._accuse_leavers, attempt, reports_lost_peer))
             self._diagnose(attempt, partial(self._explain, attempt))
         stuck = tuple(event.stuck_ranks)
         if outcome == "lost" and not stuck and "started" not in attempt.stamps:
@@ -600,13 +603,6 @@ def _discard_unused_files(paths: LogPaths) -> None:
 
 def _named(processes: Sequence[_core.Descendant]) -> list[tuple[int, str]]:
     return [(process.pid, process.command) for process in processes]
-
-
-def _reports_lost_peer(attempt: Attempt) -> bool:
-    # Few attempts get here. The import can fail, for example without a free file descriptor.
-    from elasticrs._engine.supervise.failures.failed_attempt import reports_lost_peer
-
-    return reports_lost_peer(attempt)
 
 
 _CONFLICT_BYTES = 65536

@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from functools import partial
 
 from elasticrs import _core
-from elasticrs._engine.failures.files import error_file_of, fault_file, flight_dumps, hang_file
+from elasticrs._engine.failures.failure import error_file_of, fault_file, flight_dumps, hang_file
 from elasticrs._engine.job.config import UsageError, hang_limits
 from elasticrs._engine.job.value import Value
 from elasticrs._engine.process.console import wants_colour
