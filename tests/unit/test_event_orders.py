@@ -14,7 +14,6 @@ from elasticrs._engine.job.config import JobSpec
 from elasticrs._engine.job.failure_cause import Clock
 from elasticrs._engine.supervise.attempts import state_machine as machine
 from elasticrs._engine.supervise.attempts.attempt import Attempt, phases
-from elasticrs._engine.supervise.failures import failed_attempt
 from elasticrs._engine.supervise.failures.failed_attempt import Place, evidence, facts, first_word, own_cause
 from elasticrs._engine.supervise.observe import job_report
 from elasticrs._engine.supervise.observe.job_report import all_failures, headline_of
@@ -181,7 +180,7 @@ def test_the_files_decide_about_a_rank_that_left_if_no_exception_of_the_first_fa
         ("exit", 2, 1, None),
     ]:
         played.play(*event)
-    monkeypatch.setattr(failed_attempt, "reports_lost_peer", lambda _: is_lost_peer)
+    monkeypatch.setattr(tracker, "reports_lost_peer", lambda _: is_lost_peer)
     played.end()
     assert (() if played.attempt.blame is None else played.attempt.blame.ranks) == blamed
 

@@ -57,30 +57,24 @@ _UNREAD = f"its error file could not be read within {FILE_LIMIT:g} s"
 
 
 def early_leavers(
-    attempt: Attempt, reports_lost_peer: Callable[[Attempt], bool] | None = None
+    attempt: Attempt, if_unknown: Callable[[Attempt], bool] = lambda _: False
 ) -> tuple[int, ...]:
     """Return the ranks that exited with code 0 before the first failure, if that failure only reports a lost
     peer. The lost peer is then one of these ranks. Return no ranks if the job has workers on other nodes, or
     if the workers are members of a rendezvous. Return none either if most workers have exited with code 0:
-    the failed one may then have run more steps.
-
-    After the attempt, ``reports_lost_peer`` decides about the first failure from the workers' files. It is
-    called only if the exception of that worker is unknown, for example because the worker exited at once.
+    the failed one may then have run more steps. ``if_unknown`` decides whether the first failure only reports
+    a lost peer if the exception of that worker is unknown, for example because the worker exited at once.
     """
     left = attempt.leavers()
-    return left if left and _is_lost_peer_first(attempt, reports_lost_peer) else ()
-
-
-def _is_lost_peer_first(attempt: Attempt, reports_lost_peer: Callable[[Attempt], bool] | None) -> bool:
-    """Return true if a rank that exited with code 0 may have caused the first failure."""
+    if not left:
+        return ()
     if attempt.blame is not None:
-        return attempt.blame.basis == "exit" and attempt.blame.is_decided
+        return left if attempt.blame.basis == "exit" and attempt.blame.is_decided else ()
     if attempt.first_failure is None:
-        return False
+        return ()
     failure = attempt.raised.get(attempt.first_failure)
-    if failure is None:
-        return reports_lost_peer is not None and reports_lost_peer(attempt)
-    return failure.origin == "peer"
+    is_lost_peer = if_unknown(attempt) if failure is None else failure.origin == "peer"
+    return left if is_lost_peer else ()
 
 
 def first_seen(attempt: Attempt) -> int:

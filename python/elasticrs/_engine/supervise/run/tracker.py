@@ -378,7 +378,7 @@ class AttemptTracker:
     def _on_failure(self, event: _core.FailureSeen) -> None:
         attempt = self.result.attempts[-1]
         attempt.append(event, _core.FailureSeen)
-        self._accuse_leavers(attempt)
+        self._accuse_leavers(attempt, early_leavers(attempt))
         self.events.append(machine.FailureSeen(event.local_rank))
         self.observers.failed(attempt)
 
@@ -387,10 +387,8 @@ class AttemptTracker:
         attempt.append(Stamp("kept", event.ended_ns))
         self.observers.kept(attempt, event)
 
-    def _accuse_leavers(
-        self, attempt: Attempt, reports_lost_peer: Callable[[Attempt], bool] | None = None
-    ) -> None:
-        if left := early_leavers(attempt, reports_lost_peer):
+    def _accuse_leavers(self, attempt: Attempt, left: tuple[int, ...]) -> None:
+        if left:
             from elasticrs._engine.hangs.culprits import Basis, Blame
 
             attempt.accuse(Blame(left, True, Basis.EXIT), attempt.stamps["failure_seen"])
@@ -553,7 +551,9 @@ class AttemptTracker:
                 outcome = "failed"
         conflict = outcome == "failed" and attempt.files.run(partial(_is_port_conflict, attempt), False)
         if outcome == "failed":
-            self._diagnose(attempt, partial(self._accuse_leavers, attempt, reports_lost_peer))
+            self._diagnose(
+                attempt, lambda: self._accuse_leavers(attempt, early_leavers(attempt, reports_lost_peer))
+            )
             self._diagnose(attempt, partial(self._explain, attempt))
         stuck = tuple(event.stuck_ranks)
         if outcome == "lost" and not stuck and "started" not in attempt.stamps:
