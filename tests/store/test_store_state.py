@@ -3,6 +3,7 @@
 import errno
 import os
 import resource
+import select
 import shutil
 import signal
 import struct
@@ -12,7 +13,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 from helpers import procs
@@ -46,10 +47,12 @@ GRACE = 60.0
 class Kept:
     """``python -m elasticrs.store --state`` in a separate process."""
 
-    def __init__(self, file: Path, *options: str, grace: float = GRACE) -> None:
+    def __init__(
+        self, file: Path, *options: str, grace: float = GRACE, stderr: int = subprocess.PIPE
+    ) -> None:
         self.clients: list[RawClient] = []
         command = store_command("--state", file, "--grace", grace, *options)
-        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr, text=True)
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         self.port = int(line.rpartition(":")[2]) if line else None
@@ -78,8 +81,8 @@ def keep(state: Path) -> Iterator[Callable[..., Kept]]:
     """Return a function that starts a store, with the same state file unless another one is given."""
     started: list[Kept] = []
 
-    def start(*options: str, file: Path = state, grace: float = GRACE) -> Kept:
-        started.append(Kept(file, *options, grace=grace))
+    def start(*options: str, file: Path = state, **how: Any) -> Kept:
+        started.append(Kept(file, *options, **how))
         return started[-1]
 
     yield start
@@ -331,3 +334,23 @@ def test_partial_records_in_the_state_file_are_skipped_and_reported(keep, state)
     with closing(again.client()) as client:
         assert everything(client) == [("a", b"1", 1, 1)]
     assert f"the last {len(torn)} bytes" in again.end(signal.SIGTERM)[1]
+
+
+def test_a_signal_that_is_faster_than_a_line_does_not_suppress_it(keep, state):
+    keep().end()
+    torn = b"\xff\0\0\0 the beginning of a record"
+    with state.open("ab") as file:
+        file.write(torn)
+    reads, writes = os.pipe()
+    with open(reads, "rb") as said, open(writes, "wb", buffering=0) as full:
+        # The store waits in its first line, because there is no room in the pipe.
+        os.set_blocking(writes, False)
+        while full.write(bytes(select.PIPE_BUF)):
+            pass
+        os.set_blocking(writes, True)
+        again = keep(stderr=writes)
+        again.process.send_signal(signal.SIGTERM)
+        full.close()
+        lines = said.read().lstrip(b"\0").decode()
+        assert again.process.wait(procs.HANG) == 0
+    says(lines, f"the last {len(torn)} bytes", "SIGTERM")

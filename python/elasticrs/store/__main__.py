@@ -69,12 +69,19 @@ def _serve(server: Server, stop: socket.socket) -> signal.Signals | None:
     poll = select.poll()
     poll.register(stop, select.POLLIN)
     poll.register(server.fd, select.POLLIN)
-    while all(fd != stop.fileno() for fd, _ in poll.poll()):
-        for line in server.take_notices():
-            _say(line)
+    while True:
+        ready = [fd for fd, _ in poll.poll()]
+        # Write lines also if a signal ends the store, because it may have come before the first poll.
+        _say_notices(server)
+        if stop.fileno() in ready:
+            return signal.Signals(stop.recv(1)[0])
         if server.has_ended:
             return None
-    return signal.Signals(stop.recv(1)[0])
+
+
+def _say_notices(server: Server) -> None:
+    for line in server.take_notices():
+        _say(line)
 
 
 def _say(line: str) -> None:
@@ -143,6 +150,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             _say(f"{ended_by.name}: closing (sessions: {server.sessions()})")
         finally:
             server.close()
+            # The store's last save may have failed.
+            _say_notices(server)
             signal.set_wakeup_fd(-1)
     return 0
 
