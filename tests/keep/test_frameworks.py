@@ -6,6 +6,7 @@ The scripts write down each batch and its loss. Those of the run without an acci
 
 import json
 import re
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -52,6 +53,16 @@ class Run:
             if event == "batch":
                 first.setdefault(attempt, step)
         return first
+
+    def lost(self):
+        """Return for each restart how many steps that a rank had begun were done again. The step in which the
+        rank died is none of them.
+        """
+        steps = {}
+        for attempt, event, step, *_ in self.records[0] + self.records[1]:
+            if event in ("batch", "trained"):
+                steps.setdefault(attempt, []).append(step)
+        return [max(0, max(steps[one]) - min(steps[other])) for one, other in pairwise(sorted(steps))]
 
     def lines(self):
         """Return what Keep has told the user."""
@@ -100,23 +111,53 @@ def ends_as_without(calm, train, program, die, **settings):
     return calm[key], hurt
 
 
-MOMENTS = [
-    pytest.param([0, 1, "forward", 9, "SIGKILL"], id="forward"),
-    pytest.param([0, 0, "before optimizer", 13, "SIGKILL"], id="before-the-optimizer-of-rank-0"),
-    pytest.param([0, 1, "after optimizer", 5, "SIGKILL"], id="after-the-optimizer"),
-    pytest.param([0, 1, "begin", 12, "SIGKILL"], id="between-two-steps"),
-    pytest.param([0, 1, "forward", 9, "raise"], id="exception"),
-]
+MOMENTS = {
+    "first step": [[0, 1, "forward", 0, "SIGKILL"]],
+    "forward": [[0, 1, "forward", 9, "SIGKILL"]],
+    "exception": [[0, 1, "forward", 9, "raise"]],
+    "copy": [[0, 1, "copy", 1, "SIGKILL"]],
+    "before the optimizer": [[0, 0, "before optimizer", 13, "SIGKILL"]],
+    "after the optimizer": [[0, 1, "after optimizer", 5, "SIGKILL"]],
+    "between two steps": [[0, 1, "begin", 12, "SIGKILL"]],
+    "evaluation": [[0, 0, "evaluate", 8, "SIGKILL"]],
+    "save": [[0, 0, "save", 1, "SIGKILL"]],
+    "loader": [[0, 1, "loader", 11, "SIGKILL"]],
+    "after a restart": [[0, 1, "forward", 9, "SIGKILL"], [1, 0, "forward", 9, "SIGKILL"]],
+    "restore": [[0, 1, "forward", 9, "SIGKILL"], [1, 0, "restore", 0, "SIGKILL"]],
+    "last step": [[0, 1, "forward", 23, "SIGKILL"]],
+    "end": [[0, 1, "done", 24, "SIGKILL"]],
+}
+"""Moments at which ranks die: attempt, rank, moment, step, and how."""
+
+STRANGERS = {
+    "with_lightning": {"checkpoints": 8, "options": {"val_check_interval": 8}},
+    "with_transformers": {
+        "options": {
+            "eval_strategy": "steps",
+            "eval_steps": 8,
+            "save_strategy": "steps",
+            "save_steps": 8,
+            "logging_strategy": "steps",
+            "logging_steps": 3,
+        }
+    },
+    "with_four_lines": {},
+    "with_four_lines sharded": {"sharded": True, "every": 4},
+}
 
 
-@pytest.mark.parametrize("die", MOMENTS)
-@pytest.mark.parametrize("program", ["with_lightning", "with_transformers"])
-def test_a_script_goes_on_at_the_step_of_the_failure(calm, train, program, die):
-    _, hurt = ends_as_without(calm, train, program, [die])
-    _, _, moment, step, _ = die
-    # Once the gradients are exchanged, the other rank may have ended the step.
-    ended = [step, step + 1] if "optimizer" in moment else [step]
-    assert hurt.first_steps()[1] in ended
+@pytest.mark.parametrize("moment", MOMENTS)
+@pytest.mark.parametrize("stranger", STRANGERS)
+def test_a_script_goes_on_wherever_a_rank_dies(calm, train, stranger, moment):
+    program, settings = stranger.partition(" ")[0], STRANGERS[stranger]
+    _, hurt = ends_as_without(calm, train, program, MOMENTS[moment], **settings)
+    lost = hurt.lost()
+    print(stranger, moment, "lost", lost)
+    assert {record[0] for record in hurt.records[0]} == set(range(len(MOMENTS[moment]) + 1))
+    if "sharded" not in settings:
+        assert max(lost) == 0
+    else:
+        assert max(lost) <= settings["every"] + 1
 
 
 @pytest.mark.parametrize("program", ["with_lightning", "with_transformers"])

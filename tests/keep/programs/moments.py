@@ -1,13 +1,44 @@
 """What a program of the tests writes down, and the moments at which it dies.
 
-``KEEP_TEST`` is a JSON object: ``folder``, and ``die``: a list of ``[attempt, rank, moment, step, how]``.
+``KEEP_TEST`` is a JSON object: ``folder``, and ``die``: a list of ``[attempt, rank, moment, step, how]``. The
+moments ``copy``, ``restore`` and ``save`` are in the middle of a copy that `Keep` makes, of its restore, and
+of a checkpoint. Instead of a step, they have the number of the copy, of the restore, or of the checkpoint's
+parts.
 """
 
 import json
 import os
 import signal
+import threading
+
+import torch
 
 _fits = [0]
+_counts = {}
+_copy, _save = torch._foreach_copy_, torch.save
+
+
+def _count(name):
+    number = _counts[name] = _counts.get(name, -1) + 1
+    moment(name, number)
+
+
+def _copy_in_two(targets, sources, **how):
+    middle = len(targets) // 2
+    _copy(targets[:middle], sources[:middle], **how)
+    _count("restore" if threading.current_thread() is threading.main_thread() else "copy")
+    _copy(targets[middle:], sources[middle:], **how)
+
+
+def _save_and_die(what, where, *arguments, **named):
+    if isinstance(where, str | os.PathLike):
+        with open(where, "wb") as file:
+            file.write(b"the beginning of a checkpoint")
+    _count("save")
+    _save(what, where, *arguments, **named)
+
+
+torch._foreach_copy_, torch.save = _copy_in_two, _save_and_die
 
 
 def setting(name, default=None):
@@ -41,7 +72,5 @@ def moment(name, step):
 
 def digest(parameters):
     """Return numbers that are equal only if the parameters are, for all that a test can see."""
-    import torch
-
     every = torch.cat([each.detach().flatten() for each in parameters]).double()
     return [every.sum().item().hex(), every.norm().item().hex(), every.dot(every.roll(1)).item().hex()]

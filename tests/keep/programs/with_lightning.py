@@ -31,6 +31,7 @@ class Batches:
     def __iter__(self):
         while self.at < self.size:
             self.at += 1
+            moment("loader", self.at)
             chosen = torch.Generator().manual_seed(1000 * int(os.environ["RANK"]) + self.at)
             yield torch.randn(4, 16, generator=chosen), torch.randint(4, (4,), generator=chosen)
         self.at = 0
@@ -83,10 +84,6 @@ class Module(lightning.LightningModule):
         data, wanted = batch
         moment("evaluate", self.global_step)
         self.log("loss", nn.functional.cross_entropy(self.net(data), wanted), sync_dist=True)
-
-    def on_validation_epoch_end(self):
-        if not self.trainer.sanity_checking:
-            note("evaluated", self.global_step)
 
     def test_step(self, *batch):
         note("test", batch[1])

@@ -25,6 +25,7 @@ class Words(torch.utils.data.Dataset):
         return len(self.words)
 
     def __getitem__(self, at):
+        moment("loader", Watch.step)
         return {"input_ids": self.words[at], "labels": (self.words[at][0] >= 16).long()}
 
 
@@ -45,6 +46,9 @@ class Watched(Trainer):
 
 
 class Watch(TrainerCallback):
+    step = 0
+    """The step that has ended, for the data set."""
+
     def on_pre_optimizer_step(self, _args, state, _control, **_):
         moment("before optimizer", state.global_step)
 
@@ -52,6 +56,7 @@ class Watch(TrainerCallback):
         moment("after optimizer", state.global_step)
 
     def on_step_begin(self, _args, state, _control, **_):
+        Watch.step = state.global_step
         moment("begin", state.global_step)
 
     def on_log(self, _args, state, _control, logs, **_):
