@@ -57,17 +57,34 @@ def test_state_that_is_copied_at_an_order_is_restored_exactly(agent):
     head = agent.file().words
     assert (head[Head.ENDED], head[Head.CHECK_STEP], head[Head.RESTORED]) == (4, 3, 0)
 
-    agent.begin(step=3)
-    with agent.worker(preamble=model()) as worker:
-        assert worker.run("keep.restore()") == 3
-        assert worker.run("keep.source") == [3, "memory", True, [], True, 0]
-        assert worker.run("picture()") == expected
-        assert "continues at step 3" in worker.kill()[1]
+    for _ in range(2):  # The training does not write into the copy from which it goes on.
+        agent.begin(step=3)
+        with agent.worker(preamble=model()) as worker:
+            assert worker.run("keep.restore()") == 3
+            assert worker.run("keep.source") == [3, "memory", True, [], True, 0]
+            assert worker.run("picture()") == expected
+            worker.run("train(4, until='optimizer')")
+            assert "continues at step 3" in worker.kill()[1]
 
 
-def test_order_while_the_optimizer_writes_waits_for_the_end_of_the_step(agent):
+WRITERS = {
+    "counted": "torch.optim.AdamW(net.parameters(), lr=0.01)",
+    "fused": "torch.optim.AdamW(net.parameters(), lr=0.01, fused=True)",
+    "data": "Plain(net.parameters(), {'lr': 0.01})",
+}
+"""Optimizers. torch counts only the changes of the first one in the versions of tensors."""
+
+
+@pytest.mark.parametrize("writer", WRITERS.values(), ids=WRITERS)
+def test_order_while_the_optimizer_writes_waits_for_the_end_of_the_step(agent, writer):
     agent.begin()
-    with agent.worker(preamble=model(replicated=True)) as worker:
+    plain = """
+class Plain(torch.optim.Optimizer):
+    def step(self):
+        for each in self.param_groups[0]["params"]: each.data.sub_(0.01 * each.grad.data)
+"""
+    program = plain + model(replicated=True).replace(WRITERS["counted"], writer)
+    with agent.worker(preamble=program) as worker:
         for step in (1, 2):
             worker.run(f"train({step})")
         name = agent.joined()
@@ -83,6 +100,36 @@ def test_order_while_the_optimizer_writes_waits_for_the_end_of_the_step(agent):
         assert agent.order(name) == Answer.KEPT
         assert worker.end() == (0, "")
         assert agent.notice() == ["keep", "left"]
+
+
+def test_order_while_the_optimizer_calls_the_model_is_carried_out_at_once(agent):
+    agent.begin()
+    with agent.worker(preamble=model(replicated=True)) as worker:
+        worker.run("train(1); train(2)")
+        name = agent.joined()
+        worker.run("import threading; called, go_on = threading.Event(), threading.Event()")
+        closure = "lambda: (called.set(), go_on.wait(), forward().backward())"
+        worker.run(
+            f"t = threading.Thread(target=optimizer.step, args=({closure},)); t.start(); called.wait()"
+        )
+        assert agent.order(name) == Answer.KEPT
+        assert step_of(agent) == 2
+        worker.run("go_on.set(); t.join(); keep.step(3)")
+
+
+def test_order_and_sigterm_during_the_copy_at_an_exception_block_nothing(agent):
+    agent.begin()
+    with agent.worker(preamble=model(replicated=True)) as worker:
+        worker.run("train(1); train(2)")
+        name = agent.joined()
+        worker.run("signal.signal(signal.SIGTERM, lambda *_: keep.step(2))")
+        worker.run("from elasticrs._engine.inside.keep import copier; real = copier.digest_of")
+        end = "(os.kill(os.getpid(), signal.SIGTERM), real(data))[1]"
+        worker.run(f"copier.digest_of = lambda data: {end}")
+        worker.send("1 / 0")
+        assert agent.order(name) == Answer.KEPT
+        assert worker.end()[0] == 1
+    assert step_of(agent) == 2
 
 
 def test_after_an_order_the_training_waits_for_its_stop_so_that_it_does_not_end_steps_that_are_lost(agent):
