@@ -164,7 +164,10 @@ def _tell_failure(
         nonlocal is_read
         is_read = write(text)
 
-    if result.signum is None or _has_failed(result):
+    from elasticrs._engine.supervise.attempts.state_machine import Phase
+
+    is_stopped = result.signum is not None or result.phase is Phase.STOPPED
+    if not is_stopped or _has_failed(result):
         from elasticrs._engine.supervise.observe.job_report import print_report
 
         headline = print_report(job, result, console.say, write_report)

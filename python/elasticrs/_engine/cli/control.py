@@ -81,13 +81,11 @@ def _parser() -> argparse.ArgumentParser:
     stacks = of_job("stacks", _stacks, "say where each rank of this node is, and who waits for whom")
     stacks.add_argument("--all", action="store_true", help="print whole stacks")
     stacks.add_argument("--json", action="store_true", help="print all of it as JSON")
-    save = of_job("checkpoint", _checkpoint, "SIGUSR1 to all ranks after the same step, so that they save")
-    save.add_argument(
-        "--on-all-nodes", action="store_true", help="this command runs on all nodes of the job at once"
-    )
+    of_job("checkpoint", _checkpoint, "SIGUSR1 to all ranks after the same step, so that they save")
     restart = of_job("restart", _restart, "restart all workers of a job, which costs none of its restarts")
-    drain = of_job("drain", _drain, "have this node leave a job; the other nodes continue")
-    drain.add_argument("node", metavar="NODE", help="name of this node, so that nobody drains another one")
+    drain = of_job("drain", _drain, "have a node leave a job; the other nodes continue")
+    drain.add_argument("node", metavar="NODE", help="host name of the node, or its group rank")
+    drain.add_argument("--stay-out", action="store_true", help="the job does not admit the node again")
     stop = of_job("stop", _stop, "stop a job: SIGTERM to its workers, so that they can save")
     stop.add_argument("--now", action="store_true", help="kill the workers at once")
     for each in (restart, drain, stop):
@@ -174,16 +172,21 @@ def _agent_end(agent: Agent) -> Iterator[int]:
 
 
 def _stop(options: argparse.Namespace) -> int:
-    return _end(options, {"do": "stop", "now": options.now})
+    agent, _ = _chosen(options)
+    return _end(options, agent, {"do": "stop", "now": options.now})
 
 
 def _drain(options: argparse.Namespace) -> int:
-    return _end(options, {"do": "drain", "node": options.node})
+    agent, status = _chosen(options)
+    order = {"do": "drain", "node": options.node, "stay_out": options.stay_out}
+    group = status["group"] or {}
+    if options.node in (status["host"], str(group.get("rank"))):
+        return _end(options, agent, order)
+    return _meet_again(options, agent, status, order)
 
 
-def _end(options: argparse.Namespace, order: dict[str, Any]) -> int:
+def _end(options: argparse.Namespace, agent: Agent, order: dict[str, Any]) -> int:
     """Send an order after which the agent ends, such as ``stop``. Then wait for the agent's end."""
-    agent, _ = _chosen(options)
     with _agent_end(agent) as end:
         try:
             code = _obey(agent, order, _SIGNAL_LIMIT)
@@ -212,22 +215,30 @@ def _stacks(options: argparse.Namespace) -> int:
 
 def _checkpoint(options: argparse.Namespace) -> int:
     agent, _ = _chosen(options)
-    order = {"do": "checkpoint", "on_all_nodes": options.on_all_nodes}
-    return _obey(agent, order, _SIGNAL_LIMIT)
+    return _obey(agent, {"do": "checkpoint"}, _SIGNAL_LIMIT)
 
 
 def _restart(options: argparse.Namespace) -> int:
     agent, before = _chosen(options)
+    return _meet_again(options, agent, before, {"do": "restart"})
+
+
+def _meet_again(
+    options: argparse.Namespace, agent: Agent, before: dict[str, Any], order: dict[str, Any]
+) -> int:
+    """Send an order after which the workers start again. Then wait until the next attempt is running."""
     with _agent_end(agent) as end:
         begun = time.monotonic()
-        code = _obey(agent, {"do": "restart"})
-        while code == DONE and not options.no_wait:
+        code = _obey(agent, order, _SIGNAL_LIMIT)
+        while code in (DONE, NOT_AGREED) and not options.no_wait:
             if select.select([end], [], [], _LOOK)[0]:
                 raise Problem(FAILED, f"{agent.title} has ended instead")
             now = agent.asked_again()
             if now["round"] != before["round"] and now["state"] == "HEALTHY":
                 took = duration(time.monotonic() - begun)
-                what = f"attempt {attempt_text(now['attempt'])} is running"
+                nodes = now["group"]["world_size"]
+                where = f" on {nodes} nodes" if nodes != 1 else ""
+                what = f"attempt {attempt_text(now['attempt'])} is running{where}"
                 _print([f"{agent.title}: {what}, after {took}"])
                 break
         return code

@@ -17,7 +17,10 @@ from elasticrs._engine.nodes.rendezvous_store import CannotHost, KeptState, Rend
 from elasticrs._engine.nodes.transport.coordination import (
     Changes,
     ConnectionLost,
+    Missing,
+    ModifiedAt,
     Notice,
+    Put,
     Range,
     Reply,
     Txn,
@@ -28,10 +31,11 @@ from elasticrs._engine.workers.plan import StorePort
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
     from typing import Any
 
     from elasticrs import _core
+    from elasticrs._engine.nodes.calls import Calls, Place, Serve
     from elasticrs._engine.nodes.hosting import Hosting
     from elasticrs._engine.nodes.protocol.messages import Action, Event, LoopAction
     from elasticrs._engine.nodes.protocol.rendezvous import Rendezvous
@@ -45,8 +49,17 @@ _TICK = 0.01
 _PORT = "port"
 """Name of the timer for the next attempt to take the store's port back from the workers."""
 
+_LISTEN = "listen"
+"""Name of the timer for the moment at which this agent begins to watch the calls of other agents."""
+
+_AFTER_START = 0.05
+"""Seconds from the start of a round until this agent watches calls, so that this does not delay the start."""
+
 _NAMES = 1 << 62
 """Tag of the request for the nodes' names. The state machine's tags count from 1, so it ignores the reply."""
+
+_CALLS, _CLAIM = _NAMES + 1, _NAMES + 2
+"""Tags of two requests of this agent: to watch calls of other agents; to be the only node that is drained."""
 
 MOST_NAMES = 10 * MEMBERS_PER_TXN
 """Maximum number of nodes whose names an agent reads from the store. If all agents are asked for their
@@ -166,6 +179,9 @@ class Driver:
         self._is_told = False
         self._asked_form = ""
         self._names: list[str] | None = None
+        self._calls: Calls | None = None
+        self._claimed: Callable[[bool], None] | None = None
+        self.serve: Serve | None = None
 
     @property
     def is_leaving(self) -> bool:
@@ -202,6 +218,52 @@ class Driver:
         """
         return 0 if self._member is None else self._member.joining.job_revision
 
+    @property
+    def calls(self) -> Calls:
+        """The calls between this agent and those of the other nodes."""
+        if self._calls is None:
+            from elasticrs._engine.nodes.calls import Calls
+
+            assert self._member is not None
+            agent = self._member.agent
+            self._calls = Calls(
+                *(self.store.send, self._member.keys, agent.agent, agent.node, self._place, self._timers.arm)
+            )
+            self._calls.serve = self.serve
+        return self._calls
+
+    def _place(self) -> Place | None:
+        from elasticrs._engine.nodes.calls import Place
+
+        link = None if self._member is None else self._member.link
+        if link is None or link.head is None or link.slot is None:
+            return None
+        head, slot = link.head, link.slot
+        if (slot.round, slot.form) != (head.round, head.form):
+            return None
+        return Place(head.round, slot.group_rank, head.size)
+
+    def claim_drain(self, *, stays_out: bool, take: Callable[[bool], None]) -> None:
+        """Claim that this node is the only one that ``elasticctl`` drains in the running round. Then ``take``
+        gets the result: false if another node has claimed that, or if the round has ended. With
+        ``stays_out``, the job does not admit this node again.
+        """
+        member = self._member
+        if member is None or member.link is None or member.head is None:
+            take(False)
+            return
+        keys, node = member.keys, member.agent.node.encode()
+        leaving = keys.leaving(member.head.round)
+        compares = [ModifiedAt(keys.head, member.link.head_revision), Missing(leaving)]
+        bar = [Put(keys.bar(member.agent.node), node, False)] if stays_out else []
+        self._claimed = take
+        self.store.send(Txn(_CLAIM, compares, [Put(leaving, node, True), *bar]))
+
+    def _end_claim(self, *, is_ok: bool) -> None:
+        take, self._claimed = self._claimed, None
+        if take is not None:
+            take(is_ok)
+
     # --- events in, actions out ---
 
     def begin(self) -> list[LoopAction]:
@@ -224,6 +286,8 @@ class Driver:
                 if isinstance(action, messages.Exit):
                     left += self._begin_exit(action)
                 elif isinstance(action, (messages.Start, messages.Stop, messages.Announce)):
+                    if isinstance(action, messages.Start):
+                        self._timers.arm(_LISTEN, _AFTER_START)
                     left.append(action)
                 else:
                     pending.extend(self._do(action))
@@ -236,15 +300,41 @@ class Driver:
         if self._member is None:
             return left
         for event in drop_stale(self.store.take(), self._member.keys.head):
-            if isinstance(event, Reply) and event.tag == _NAMES:
-                self._take_names(event)
-            left += [messages.Announce(event.message)] if isinstance(event, Notice) else self.tell(event)
+            if isinstance(event, Notice):
+                left.append(messages.Announce(event.message))
+            elif not self._is_of_calls(event):
+                left += self.tell(event)
         for name in self._timers.take_due():
             if name == _PORT:
                 left += self._take_port_back()
-            else:
+            elif name == _LISTEN:
+                self.calls.listen(_CALLS)
+            elif self._calls is None or not self._calls.expire(name):
                 left += self._farewell(name) or self.tell(messages.TimerFired(name))
         return left
+
+    def _is_of_calls(self, event: StoreEvent) -> bool:
+        """Handle what an event of the store tells this agent beside the rendezvous: the names of the nodes,
+        and calls of other agents. Return true if the state machine of the rendezvous needs nothing of it.
+        """
+        if isinstance(event, Reply):
+            if event.tag == _NAMES:
+                self._take_names(event)
+            elif event.tag == _CALLS:
+                self.calls.take(event.entries())
+            elif event.tag == _CLAIM:
+                self._end_claim(is_ok=event.ok)
+        elif isinstance(event, ConnectionLost):
+            self._lose_calls()
+        elif isinstance(event, Changes) and self._calls is not None:
+            rest = self._calls.take(event.changes)
+            return len(rest) < len(event.changes) and not rest
+        return False
+
+    def _lose_calls(self) -> None:
+        self._end_claim(is_ok=False)
+        if self._calls is not None:
+            self._calls.lost()
 
     def _take_names(self, reply: Reply) -> None:
         (table,), member, head = reply.results, self._member, self.last_head
@@ -277,6 +367,7 @@ class Driver:
         if self.store.fd is None:
             return []
         self.store.disconnect()
+        self._lose_calls()
         return self.tell(ConnectionLost("silent", why))
 
     # --- the port shared with the workers ---
@@ -375,6 +466,7 @@ class Driver:
             case messages.Connect():
                 return self._connect()
             case messages.Disconnect():
+                self._lose_calls()
                 self.store.disconnect()
             case messages.BindStore():
                 return self._bind_store()

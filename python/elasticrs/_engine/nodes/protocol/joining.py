@@ -108,7 +108,7 @@ def check_job(member: Member) -> None:
         return
     member.joining.job = encode(job_record(member))
     put = Put(keys.job, member.joining.job, False)
-    gets = [Get(keys.job), Get(keys.head), Range(keys.nodes, 1)]
+    gets = [Get(keys.job), Get(keys.head), Range(keys.nodes, 1), Get(keys.bar(member.agent.node))]
     member.txn(Purpose.FIND_JOB, [Missing(keys.job)], [put], gets)
 
 
@@ -212,6 +212,8 @@ def job_found(member: Member, link: Link, reply: Reply) -> None:
         _forget_job(member, job, 0 if head is None else head.mod_revision)
         return
     member.joining.job, member.joining.job_revision, link.has_job = value, job.create_revision, True
+    if difference is None and reply.entry(3) is not None:
+        difference = f"node {member.agent.node} has left this job for good (elasticctl drain --stay-out)"
     if difference is not None:
         _refuse(member, difference, is_alone=not reply.results[2])
     elif not _is_closed(member, head):

@@ -79,6 +79,7 @@ class Keys:
         self.farewells = self.prefix + "left/"
         self.ranks = self.prefix + "rank/"
         self.hosts = self.prefix + "host/"
+        self.barred = self.prefix + "barred/"
         self.refusal = self.prefix + "refused"
 
     def node(self, member: str) -> str:
@@ -105,14 +106,31 @@ class Keys:
         """Return the prefix of a host's leased keys, in which each agent identifies its launch."""
         return f"{self.hosts}{_escaped(host)}/"
 
+    def bar(self, node: str) -> str:
+        """Return the key of a node that this job admits no more, because a user has drained it for good."""
+        return f"{self.barred}{_escaped(node)}"
+
+    @property
+    def calls(self) -> str:
+        """Prefix of the keys of :mod:`.calls`, outside of :attr:`prefix`, which leaders watch already."""
+        return f"{self.prefix[:-1]}%calls/"
+
+    @property
+    def answers(self) -> str:
+        return f"{self.prefix[:-1]}%answers/"
+
+    def leaving(self, round: int) -> str:  # noqa: A002 -- the field's own word
+        """Return the key that the node drained in this round has, so that only one is drained at a time."""
+        return f"{self.prefix[:-1]}%leaving/{round}"
+
     def rank(self, node_rank: int) -> str:
         """Return the key of a node rank. It names the agent that has the rank, and has that agent's lease."""
         return f"{self.ranks}{node_rank}"
 
     def forget_rounds(self) -> list[Operation]:
         """Return operations that delete the keys of a closed job's rounds: the store may outlive the job."""
-        folders = (self.slots, self.tables, self.dones, self.evidences, self.farewells, self.refusal)
-        return [DeletePrefix(each) for each in folders]
+        folders = (self.slots, self.tables, self.dones, self.evidences, self.farewells)
+        return [DeletePrefix(each) for each in (*folders, self.barred, self.refusal)]
 
     def store(self, round: int) -> str:  # noqa: A002 -- the field's own word
         """Return the key prefix of a round's user data. It is outside :attr:`prefix`, which leaders watch."""

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from elasticrs import _core
     from elasticrs._engine.job.config import JobSpec
     from elasticrs._engine.job.failure_cause import Cause
+    from elasticrs._engine.nodes.calls import Calls, Serve
     from elasticrs._engine.nodes.rendezvous_store import KeptState
     from elasticrs._engine.nodes.transport.store import Store
     from elasticrs._engine.process.signals import SignalPipe
@@ -45,6 +46,7 @@ class Decisions(ABC):
             ``None`` if there is no such store.
         failed_elsewhere: true if this node's workers were stopped because workers on another node failed.
         can_end_job: true if a request to stop can also end the job on the other nodes.
+        serve: function that carries out the requests of agents of other nodes. Set before :meth:`open`.
     """
 
     phase = machine.Phase.INIT
@@ -58,6 +60,7 @@ class Decisions(ABC):
     failed_elsewhere = False
     round_store: Callable[[], Store] | None = None
     can_end_job = True
+    serve: Serve | None = None
     _supervisor: _core.Supervisor
     _call: BackgroundCall | None = None
     _take: Callable[[BackgroundCall], list[machine.Action]]
@@ -87,6 +90,17 @@ class Decisions(ABC):
     def node_names(self, *, asks: bool = False) -> Sequence[str] | None:  # noqa: ARG002 -- subclasses use it
         """Return the nodes' names by group rank; ``None`` if unknown. With ``asks``, then request them."""
         return (os.uname().nodename,)
+
+    @property
+    def calls(self) -> Calls | None:
+        """Object that sends requests to the agents of the other nodes; ``None`` if this agent cannot."""
+        return None
+
+    def claim_drain(self, *, stays_out: bool, take: Callable[[bool], None]) -> None:  # noqa: ARG002 -- as above
+        """Call ``take`` with true once this node is the only one that a user drains in the running round, and
+        with false if another one is being drained. With ``stays_out``, do not admit this node again.
+        """
+        raise RuntimeError("only a job of several nodes can be drained")
 
     @property
     def hosts_store(self) -> bool:

@@ -32,11 +32,12 @@ from elasticrs._engine.workers.plan import NodeShare, Plan, agent_hosts_store
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
     from typing import Any
 
     from elasticrs import _core
     from elasticrs._engine.job.config import JobSpec
+    from elasticrs._engine.nodes.calls import Calls
     from elasticrs._engine.nodes.protocol.rendezvous import Rendezvous
     from elasticrs._engine.process.background_call import BackgroundCall
     from elasticrs._engine.process.console import Console
@@ -46,6 +47,7 @@ _PHASES = {
     "succeeded": machine.Phase.SUCCEEDED,
     "spare": machine.Phase.SUCCEEDED,
     "left": machine.Phase.STOPPED,
+    "aborted": machine.Phase.STOPPED,
 }
 
 
@@ -90,6 +92,7 @@ class SeveralNodes(Decisions):
             keeps_workers=self._keeps_workers,
             health_timeout=self._health_timeout(),
         )
+        self._driver.serve = self.serve
         return self._translate(self._driver.begin())
 
     def observe(self, attempt: Attempt) -> None:
@@ -104,6 +107,13 @@ class SeveralNodes(Decisions):
 
     def node_names(self, *, asks: bool = False) -> Sequence[str] | None:
         return None if self._driver is None else self._driver.node_names(asks=asks)
+
+    @property
+    def calls(self) -> Calls | None:
+        return None if self._driver is None else self._driver.calls
+
+    def claim_drain(self, *, stays_out: bool, take: Callable[[bool], None]) -> None:
+        self._require_driver().claim_drain(stays_out=stays_out, take=take)
 
     @property
     def hosts_store(self) -> bool:

@@ -53,8 +53,10 @@ class Observer:
         """
         return False
 
-    def ordered(self, order: str, uid: int, pid: int | None) -> None:
-        """Handle an order of ``elasticctl``, before it takes effect: its words, and who has sent it."""
+    def ordered(self, order: str, user: object, pid: object, node: object) -> None:
+        """Handle an order of ``elasticctl``, before it takes effect: its words, and who has sent it. ``node``
+        is ``None`` if that was on this node.
+        """
 
     def acting(self, action: Action, plan: Plan | None) -> None:
         """Called before an action. ``plan`` is ``None`` if the action belongs to no attempt."""

@@ -141,8 +141,9 @@ class EventRecorder(_Recorder):
         span = (event.ended_ns - event.begun_ns) / 1e6
         self._record_of_agent("state kept", "RUNNING", about, duration_ms=span)
 
-    def ordered(self, order: str, uid: int, pid: int | None) -> None:
-        self._record_of_agent("order received", "RUNNING", {"order": order, "user": uid, "pid": pid})
+    def ordered(self, order: str, user: object, pid: object, node: object) -> None:
+        about = {"order": order, "user": user, "pid": pid, "node": node}
+        self._record_of_agent("order received", "RUNNING", about)
 
     def failed(self, attempt: Attempt) -> None:
         if attempt.first_failure is not None:

@@ -25,6 +25,7 @@ from elasticrs._engine.workers.plan import KEEP_OFF, MemoryFiles
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+    from typing import Any
 
     from elasticrs import _core
     from elasticrs._engine.gpus.node_check import NodeCheck, NodeCheckResult
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from elasticrs._engine.supervise.run.agreed_step import AgreedSteps, Exchange, Tell
     from elasticrs._engine.supervise.run.checkpoint_requests import CheckpointRequests
     from elasticrs._engine.supervise.run.keeping import Keeping
+    from elasticrs._engine.supervise.run.orders import Orders
     from elasticrs._engine.supervise.run.worker_states import Sleepers
     from elasticrs._engine.supervise.run.workers import Workers
 
@@ -81,6 +83,9 @@ class Agent:
         self._owns_process = owns_process
         self._begun_ns = time.monotonic_ns()
         self._control: ControlSocket | None = None
+        self._orders: Orders | None = None
+        if owns_process:
+            decisions.serve = self._take_call
         self._console = console or Console()
         self._tracker = AttemptTracker(
             self, job, workers, self._console, observers, owns_process=owns_process
@@ -324,11 +329,8 @@ class Agent:
         """Let a server answer on the socket for ``elasticctl``, because a program has connected to it: the
         health check server if there is one. Otherwise, start a server that has no port.
         """
-        from elasticrs._engine.supervise.run.orders import Orders
-
         self._tracker.supervisor.unwatch_fd(control.fd)
-        observers = self._tracker.observers
-        take = Orders(self, self._job, self._tracker, self._decisions, self._console.say).take
+        observers, take = self._tracker.observers, self._make_orders().take
         if observers.serve_control(control.fd, take):
             return
         from elasticrs._engine.supervise.observe.health_check_server import HealthCheckServer
@@ -346,6 +348,17 @@ class Agent:
             control.close()
             return
         observers.add(observer)
+
+    def _make_orders(self) -> Orders:
+        from elasticrs._engine.supervise.run.orders import Orders
+
+        if self._orders is None:
+            self._orders = Orders(self, self._job, self._tracker, self._decisions, self._console.say)
+        return self._orders
+
+    def _take_call(self, order: dict[str, Any], answer: Callable[[dict[str, Any]], None]) -> None:
+        """Carry out this node's part of an order that ``elasticctl`` has sent to another node's agent."""
+        self._make_orders().take_call(order, answer)
 
     def ask_to_stop(self, event: machine.SignalReceived, tell: Tell | None = None) -> None:
         """Stop the job. A second request kills the workers.

@@ -16,17 +16,19 @@ from typing import TYPE_CHECKING
 from elasticrs._engine.job import phrases
 from elasticrs._engine.process.background_call import FileAccess
 from elasticrs._engine.supervise.attempts import state_machine as machine
+from elasticrs._engine.supervise.run.agreed_step import LONGEST_HOLD, SAVE_HOLD, Delivery
 from elasticrs._engine.supervise.run.worker_states import can_take
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping, Sequence
     from typing import Any, Protocol, TypeAlias
 
     from elasticrs import _core
     from elasticrs._engine.job.config import JobSpec
+    from elasticrs._engine.nodes.calls import Take
     from elasticrs._engine.supervise.attempts.attempt import Attempt
     from elasticrs._engine.supervise.decide.decisions import Decisions
-    from elasticrs._engine.supervise.run.agreed_step import Delivery, Tell
+    from elasticrs._engine.supervise.run.agreed_step import Tell
     from elasticrs._engine.supervise.run.checkpoint_requests import CheckpointRequests
     from elasticrs._engine.supervise.run.tracker import AttemptTracker
 
@@ -42,12 +44,22 @@ if TYPE_CHECKING:
 
     Answer: TypeAlias = Callable[[dict[str, Any]], None]
     """Function that sends a line to ``elasticctl``. The last line has a ``code``. Any thread can call it."""
+    Action: TypeAlias = Callable[[dict[str, Any], Answer], None]
 
 DONE, FAILED, USAGE, NOT_AGREED, NO_JOB, REFUSED = range(6)
 """Exit codes of ``elasticctl``. The documentation explains them."""
 
 STACKS_LIMIT = 1.0
 """Seconds within which a running worker has to tell its Python stack. One that does not runs C code."""
+
+CALL_LIMIT = 3.0
+"""Maximum seconds to wait for the answers of the agents of other nodes, if they can answer at once."""
+
+DRAIN_LIMIT = LONGEST_HOLD + CALL_LIMIT
+"""Maximum seconds until a node that is drained has sent the signal to its workers, and answers."""
+
+_QUESTIONS = frozenset(("stacks", "who", "can checkpoint"))
+"""Orders that change nothing, so that the console does not tell of them."""
 
 _WAYS = (
     "a handler for SIGUSR1 in the script, Lightning's SLURMEnvironment(requeue_signal=SIGUSR1), or"
@@ -56,11 +68,19 @@ _WAYS = (
 
 
 class Refused(Exception):  # noqa: N818 -- it is an answer
-    """Raised if an order cannot be carried out now. The text tells the user why, and what to do."""
+    """Raised if an order cannot be carried out now. The text tells the user why, and what to do. ``code`` is
+    the exit code of ``elasticctl``.
+    """
+
+    def __init__(self, text: str, code: int = REFUSED) -> None:
+        super().__init__(text)
+        self.code = code
 
 
 class Orders:
-    """Carries out orders of ``elasticctl`` to this agent. ``say`` prints a line on the agent's console."""
+    """Carries out orders of ``elasticctl`` to this agent, and this node's part of orders to the agents of
+    other nodes (:mod:`.calls`). ``say`` prints a line on the agent's console.
+    """
 
     def __init__(
         self,
@@ -72,41 +92,76 @@ class Orders:
     ) -> None:
         self._agent, self._job, self._tracker = agent, job, tracker
         self._decisions, self._say = decisions, say
-        self._actions: dict[str, Callable[[dict[str, Any], Answer], None]] = {
+        self._node = os.uname().nodename
+        self._actions: dict[str, Action] = {
             "stop": self._stop,
             "restart": self._restart,
             "drain": self._drain,
             "checkpoint": self._checkpoint,
             "stacks": self._stacks,
         }
+        self._parts: dict[str, Action] = {
+            "who": self._tell_who,
+            "stop": self._stop,
+            "drain": self._drain_own,
+            "can checkpoint": self._tell_if_it_can_save,
+            "checkpoint": self._save,
+        }
 
     def take(self, server: _core.HealthServer) -> None:
         """Carry out the orders that ``elasticctl`` has sent to the server of the agent's Unix socket."""
         for number, uid, pid, text in server.take_orders():
-            self._carry_out(text, uid, pid, partial(_reply, server, number))
+            answer = partial(_reply, server, number)
+            try:
+                order = json.loads(text)
+                what = order["do"]
+            except (ValueError, TypeError, LookupError, RecursionError):
+                answer({"code": USAGE, "message": "the order is no JSON object with a field 'do'"})
+                continue
+            own = {**order, "user": uid, "pid": pid, "sender": None}
+            self._carry_out(self._actions, what, own, answer)
 
-    def _carry_out(self, text: str, uid: int, pid: int | None, answer: Answer) -> None:
-        try:
-            order = json.loads(text)
-            what = order["do"]
-        except (ValueError, TypeError, LookupError, RecursionError):
-            answer({"code": USAGE, "message": "the order is no JSON object with a field 'do'"})
-            return
-        action = self._actions.get(what) if type(what) is str else None
+    def take_call(self, order: dict[str, Any], answer: Answer) -> None:
+        """Carry out this node's part of an order of ``elasticctl`` to the agent of another node."""
+        self._carry_out(self._parts, order.get("do"), order, answer)
+
+    def _carry_out(
+        self, actions: dict[str, Action], what: object, order: dict[str, Any], answer: Answer
+    ) -> None:
+        action = actions.get(what) if type(what) is str else None
         if action is None:
             said = f"this agent does not know the order {phrases.printable(str(what)[:40])!r}"
             answer({"code": USAGE, "message": f"{said}; it may be older than elasticctl"})
             return
-        if what != "stacks":  # An order for stacks changes nothing, so do not tell of it.
-            words = f"{what} --now" if order.get("now") is True else what
+        if what not in _QUESTIONS:
+            words = f"{what} --now" if order.get("now") is True else str(what)
+            uid, pid, sender = order.get("user"), order.get("pid"), order.get("sender")
             who = f"user {uid}" if pid is None else f"user {uid}, pid {pid}"
+            who += "" if sender is None else f" on node {phrases.printable(str(sender))}"
             self._say(f"elasticctl ({who}): {words}")
-            self._tracker.observers.ordered(words, uid, pid)
+            self._tracker.observers.ordered(words, uid, pid, sender)
+        self._try(partial(action, order, answer), answer)
+
+    def _try(self, act: Callable[[], None], answer: Answer) -> None:
+        """Call ``act``. If it refuses the order, say so on the console, and in the answer."""
         try:
-            action(order, answer)
+            act()
         except Refused as reason:
             self._say(f"elasticctl: refused, because {reason}")
-            answer({"code": REFUSED, "message": str(reason)})
+            answer({"code": reason.code, "message": str(reason)})
+
+    def _ask_others(
+        self, order: dict[str, Any], what: str, limit: float, take: Take, ranks: Sequence[int] | None = None
+    ) -> None:
+        """Ask the agents of the other nodes (of those with these group ranks) to do ``what``, as a part of an
+        order. Then ``take`` gets their answers. It may refuse the order.
+        """
+        calls = self._decisions.calls
+        if calls is None:
+            take({})
+            return
+        request = {name: order.get(name) for name in ("user", "pid", "now", "stay_out")}
+        calls.ask({**request, "do": what}, calls.others() if ranks is None else ranks, limit, take)
 
     def _running_attempt(self) -> Attempt:
         attempt = self._tracker.attempt
@@ -114,8 +169,14 @@ class Orders:
             raise Refused("no workers are running now; try again when elasticctl status says so")
         return attempt
 
+    def _count(self) -> int:
+        return len(self._running_attempt().running())
+
     def _grace(self) -> str:
         return f"SIGKILL in {self._job.shutdown_timeout:g} s"
+
+    def _tell_who(self, _order: dict[str, Any], answer: Answer) -> None:
+        answer({"code": DONE, "name": self._node})
 
     def _stop(self, order: dict[str, Any], answer: Answer) -> None:
         is_now, is_stopping = order.get("now") is True, self._decisions.signum is not None
@@ -129,39 +190,92 @@ class Orders:
             answer(told)
             self._agent.ask_to_stop(event, partial(_tell_delivery, answer, self._count()))
             return
+        if is_now and order.get("sender") is None:
+            self._ask_others(order, "stop", CALL_LIMIT, lambda _: None)
         for _ in range(2 if is_now and not is_stopping else 1):
             self._agent.ask_to_stop(event)
         answer({"code": DONE, **told})
-
-    def _count(self) -> int:
-        return len(self._running_attempt().running())
 
     def _restart(self, _order: dict[str, Any], answer: Answer) -> None:
         if self._job.on_failure == "replace":
             raise Refused("workers are replaced one by one (--on-failure replace)")
         if self._job.make_handler is not None:
             raise Refused("a rendezvous handler of another package decides when attempts begin")
-        attempt, node = self._running_attempt(), os.uname().nodename
-        self._tracker.events.append(machine.RestartRequested(f"elasticctl restart on node {node}"))
+        attempt = self._running_attempt()
+        self._tracker.events.append(machine.RestartRequested(f"elasticctl restart on node {self._node}"))
         workers = f"{attempt.world_size} workers" if attempt.world_size != 1 else "only worker"
         how = f"SIGTERM to its {workers}, {self._grace()}; no restart is charged"
         answer({"code": DONE, "message": f"restarting the job: {how}"})
 
+    # --- drain ---
+
     def _drain(self, order: dict[str, Any], answer: Answer) -> None:
-        node, own, rendezvous = order.get("node"), os.uname().nodename, self._job.rendezvous
-        if node != own:
-            raise Refused(f"this agent runs on {own}: run the command on the node that is to leave")
-        if rendezvous is None:
+        if self._job.rendezvous is None:
             raise Refused("this job has no other node that could continue; use elasticctl stop")
+        own = self._running_attempt().plan.ranks[0].group_rank
+        if order.get("node") in (self._node, str(own)):
+            self._drain_own(order, answer)
+        else:
+            self._ask_others(order, "who", CALL_LIMIT, partial(self._drain_other, order, answer))
+
+    def _drain_other(
+        self, order: dict[str, Any], answer: Answer, found: Mapping[int, Mapping[str, Any]]
+    ) -> None:
+        node, own = str(order.get("node")), self._running_attempt().plan.ranks[0].group_rank
+        names = {own: self._node, **{rank: str(each.get("name")) for rank, each in found.items()}}
+        ranks = [rank for rank, name in names.items() if name == node] or [
+            rank for rank in names if str(rank) == node
+        ]
+
+        def take(answers: Mapping[int, dict[str, Any]]) -> None:
+            silent = {"code": FAILED, "message": f"the agent of node {node} has not answered in time"}
+            answer(answers.get(ranks[0]) or silent)
+
+        def act() -> None:
+            listed = ", ".join(f"{phrases.printable(names[rank])} ({rank})" for rank in sorted(names)[:20])
+            if not ranks:
+                raise Refused(
+                    f"no node {phrases.printable(node)!r} has answered; these have: {listed}", USAGE
+                )
+            if len(ranks) > 1:
+                raise Refused(f"{len(ranks)} nodes are named {node}: choose a group rank: {listed}", USAGE)
+            self._ask_others(order, "drain", DRAIN_LIMIT, take, ranks)
+
+        self._try(act, answer)
+
+    def _drain_own(self, order: dict[str, Any], answer: Answer) -> None:
+        """Have this node leave the job, unless the job would end with it, or would have too few nodes."""
+        rendezvous = self._job.rendezvous
+        assert rendezvous is not None
         if self._decisions.hosts_store:
-            raise Refused(f"{own} hosts the store in which the nodes meet, so the job would end with it")
+            raise Refused(
+                f"{self._node} hosts the store in which the nodes meet, so the job would end with it"
+            )
         left = self._running_attempt().plan.ranks[0].group_world_size - 1
         if left < rendezvous.min_nodes:
             are_left = f"{left} node{'s' if left != 1 else ''} would be left"
             raise Refused(f"{are_left}, and the job needs {rendezvous.min_nodes} (--nnodes)")
-        answer({"message": f"{own} leaves the job: SIGTERM to the workers; {_who_continues(left)}"})
-        event = machine.SignalReceived(signal.SIGTERM, ends_job=False)
-        self._agent.ask_to_stop(event, partial(_tell_delivery, answer, self._count()))
+        take = partial(self._leave, answer, left, order.get("sender") is None)
+        self._decisions.claim_drain(stays_out=order.get("stay_out") is True, take=take)
+
+    def _leave(self, answer: Answer, left: int, is_own: bool, is_first: bool) -> None:
+        def act() -> None:
+            if not is_first:
+                raise Refused("another node is being drained; try again when the nodes have met again")
+            count = self._count()
+            told = f"{self._node} leaves the job: SIGTERM to the workers; {_who_continues(left)}"
+            if is_own:
+                answer({"message": told})
+
+            def tell(sent: Delivery) -> None:
+                fields = delivery(count, sent)
+                answer(fields if is_own else {**fields, "message": f"{told}; {fields['message']}"})
+
+            self._agent.ask_to_stop(machine.SignalReceived(signal.SIGTERM, ends_job=False), tell)
+
+        self._try(act, answer)
+
+    # --- checkpoint ---
 
     def _checkpoint(self, order: dict[str, Any], answer: Answer) -> None:
         attempt = self._running_attempt()
@@ -170,25 +284,97 @@ class Orders:
             told = "all workers save at the end of the same step; the console of the job tells the result"
             answer({"code": DONE, "message": told})
             return
-        nodes = attempt.plan.ranks[0].group_world_size
-        if nodes > 1 and order.get("on_all_nodes") is not True:
+        self._require_can_save()
+        if attempt.plan.ranks[0].group_world_size == 1:
+            self._agent.pass_on(signal.SIGUSR1, partial(_tell_delivery, answer, self._count()))
+        elif self._decisions.calls is None:
             raise Refused(
-                f"the job has {nodes} nodes, and an agent asks the ranks of its own: run the command on all"
-                " nodes at the same time, with --on-all-nodes"
+                "a rendezvous handler of another package connects the nodes of this job, so its agents cannot"
+                " agree: send SIGUSR1 to all agents at the same time"
             )
-        ranks = attempt.global_ranks()
-        pids = attempt.running()
+        else:
+            take = partial(self._save_everywhere, order, answer, self._decisions.calls.others())
+            self._ask_others(order, "can checkpoint", CALL_LIMIT, take)
+
+    def _require_can_save(self) -> None:
+        attempt = self._running_attempt()
+        ranks, pids = attempt.global_ranks(), attempt.running()
         deaf = sorted(ranks[rank] for rank in pids if can_take(pids[rank], signal.SIGUSR1) is False)
         if deaf:
             who = phrases.ranks_text(deaf, 8)
             raise Refused(f"SIGUSR1 would kill {who}. A checkpoint on request needs one of these: {_WAYS}")
         if self._agent.holds(signal.SIGUSR1):
             raise Refused("SIGUSR1 is already being held back until all ranks have made the same step")
+
+    def _tell_if_it_can_save(self, _order: dict[str, Any], answer: Answer) -> None:
+        self._require_can_save()
+        answer({"code": DONE})
+
+    def _save_everywhere(
+        self,
+        order: dict[str, Any],
+        answer: Answer,
+        others: Sequence[int],
+        answers: Mapping[int, Mapping[str, Any]],
+    ) -> None:
+        def act() -> None:
+            for rank in others:
+                if rank not in answers:
+                    raise Refused(f"the agent of the node with group rank {rank} does not answer", FAILED)
+                if answers[rank].get("code") != DONE:
+                    raise Refused(str(answers[rank].get("message")))
+            self._require_can_save()
+            joined = _Joined(answer, 1 + len(others))
+            self._ask_others(order, "checkpoint", SAVE_HOLD + CALL_LIMIT, joined.add_nodes, others)
+            count = self._count()
+            self._agent.pass_on(signal.SIGUSR1, lambda sent: joined.add(delivery(count, sent)))
+
+        self._try(act, answer)
+
+    def _save(self, _order: dict[str, Any], answer: Answer) -> None:
+        self._require_can_save()
         self._agent.pass_on(signal.SIGUSR1, partial(_tell_delivery, answer, self._count()))
+
+    # --- stacks ---
 
     def _stacks(self, _order: dict[str, Any], answer: Answer) -> None:
         # Read the stacks on another thread, because that waits for the workers and reads files.
         FileAccess().begin(partial(_tell_stacks, self._running_attempt(), answer))
+
+
+class _Joined:
+    """Joins the answers of all nodes about a signal to one answer to ``elasticctl``."""
+
+    def __init__(self, answer: Answer, nodes: int) -> None:
+        self._answer, self._nodes = answer, nodes
+        self._parts: list[Mapping[str, Any]] = []
+        self._left = 2
+
+    def add_nodes(self, answers: Mapping[int, Mapping[str, Any]]) -> None:
+        self.add(*answers.values())
+
+    def add(self, *parts: Mapping[str, Any]) -> None:
+        """Add this node's answer, or those of all other nodes. After both, answer ``elasticctl``."""
+        self._parts += parts
+        self._left -= 1
+        if not self._left:
+            self._answer(joined(self._parts, self._nodes))
+
+
+def joined(parts: Sequence[Mapping[str, Any]], nodes: int) -> dict[str, Any]:
+    """Return the answer to ``elasticctl`` about a signal to the ranks of all nodes. ``parts``: the answers of
+    the nodes, as :func:`delivery` returns them. ``nodes``: number of nodes that were asked.
+    """
+    sent = [each for each in parts if each.get("code") in (DONE, NOT_AGREED) and each.get("signal")]
+    ranks = sum(int(each["ranks"]) for each in sent)
+    steps = {each["step"] for each in sent}
+    why = [str(each["why"]) for each in sent if each["why"]]
+    why += [str(each.get("message")) for each in parts if each not in sent]
+    why += ["another node has not answered in time"] * (len(parts) < nodes)
+    why += ["the nodes have chosen different steps"] * (len(steps) > 1 and not why)
+    waited = max((float(each["waited"]) for each in sent), default=0.0)
+    step = steps.pop() if len(steps) == 1 and not why else None
+    return delivery(ranks, Delivery(signal.SIGUSR1, step, why[0] if why else "", waited))
 
 
 def _reply(server: _core.HealthServer, number: int, fields: dict[str, Any]) -> None:
@@ -200,15 +386,22 @@ def _who_continues(nodes: int) -> str:
 
 
 def _tell_delivery(answer: Answer, ranks: int, sent: Delivery) -> None:
+    answer(delivery(ranks, sent))
+
+
+def delivery(ranks: int, sent: Delivery) -> dict[str, Any]:
+    """Return the answer about a signal that an agent has sent to this number of ranks."""
     to = f"{phrases.signal_name(sent.signum)} sent to {ranks} rank{'s' if ranks != 1 else ''}"
+    code = NOT_AGREED if sent.why else DONE
     if sent.step is not None:
         waited = phrases.milliseconds(round(sent.waited * 1e9))
-        after = f"after optimizer step {sent.step:,} of this attempt"
-        answer({"code": DONE, "step": sent.step, "message": f"{to} {after}, held {waited}"})
+        how = f"after optimizer step {sent.step:,} of this attempt, held {waited}"
     elif sent.why:
-        answer({"code": NOT_AGREED, "message": f"{to} without an agreed step: {sent.why}"})
+        how = f"without an agreed step: {sent.why}"
     else:
-        answer({"code": DONE, "message": f"{to} at once: none that trains with torch.optim handles it"})
+        how = "at once: none that trains with torch.optim handles it"
+    fields = {"signal": sent.signum, "step": sent.step, "why": sent.why, "waited": sent.waited}
+    return {"code": code, "message": f"{to} {how}", "ranks": ranks, **fields}
 
 
 def _tell_stacks(attempt: Attempt, answer: Answer) -> None:

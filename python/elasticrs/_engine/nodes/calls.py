@@ -1,0 +1,212 @@
+"""Calls: requests of one agent to the agents of the other nodes, through the rendezvous store of the job.
+
+An order of ``elasticctl`` for the whole job arrives at one agent. This agent puts a key with the request
+into the store. The agents of a round (an attempt of all nodes) watch the keys of all calls, and each puts its
+answer under a key of its own, which the calling agent watches.
+
+- **CALL-1** The function that takes the answers is called exactly once for each call: when all nodes have
+  answered, after the time limit of the call, or when the connection to the store is lost.
+- **CALL-2** While nobody calls, the agents send nothing for this to the store.
+- **CALL-3** The keys of a call are deleted when it is over. They have leases, so the store deletes them
+  itself if an agent dies.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from functools import partial
+
+from elasticrs._engine.job.value import Record, Value, fresh
+from elasticrs._engine.nodes.protocol.records import COUNT, DamagedError, decode, encode, number_of
+from elasticrs._engine.nodes.transport.coordination import (
+    Delete,
+    DeletePrefix,
+    Exists,
+    Put,
+    Txn,
+    Unwatch,
+    Watch,
+)
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Mapping, Sequence
+    from typing import Any, TypeAlias
+
+    from elasticrs._engine.nodes.protocol.records import Keys
+    from elasticrs._engine.nodes.transport.coordination import Entry, Request
+
+    Answer: TypeAlias = Callable[[dict[str, Any]], None]
+    Serve: TypeAlias = Callable[[dict[str, Any], Answer], None]
+    """Carries out the request of another agent, and answers once. Any thread may answer."""
+    Take: TypeAlias = Callable[[dict[int, dict[str, Any]]], None]
+    """Takes the answers to a call, by the group ranks of the nodes that have answered in time."""
+
+MAX_ANSWER = 512 << 10
+"""Maximum size in bytes of an answer in the store, which accepts values of up to 1 MiB."""
+
+MAX_CALL = 8 << 10
+
+_MAX_SERVED = 64
+"""Number of the last calls that an agent remembers, because the store may report a call twice."""
+
+
+class Place(Value):
+    """The part of this node in a round: the number of the round, the node's group rank, and all nodes."""
+
+    round: int
+    group_rank: int
+    size: int
+
+
+class _Call(Record):
+    take: Take
+    awaited: set[int]
+    answers: dict[int, dict[str, Any]] = fresh(factory=dict)
+
+
+class Calls:
+    """Sends the calls of this agent, and passes the calls of other agents to :attr:`serve`.
+
+    Args:
+        send: sends a request to the store. It may be called from any thread, and does nothing if there is no
+            connection.
+        keys: names of the job's keys.
+        agent: name of this agent.
+        node: name of this node.
+        find_place: returns the part of this node in the last round that it has taken part in.
+        arm: starts a timer, which calls :meth:`expire` with its name after some seconds.
+    """
+
+    def __init__(
+        self,
+        send: Callable[[Request], None],
+        keys: Keys,
+        agent: str,
+        node: str,
+        find_place: Callable[[], Place | None],
+        arm: Callable[[str, float], None],
+    ) -> None:
+        self._send, self._keys, self._agent, self._node = send, keys, agent, node
+        self._find_place, self._arm = find_place, arm
+        self.serve: Serve | None = None
+        self._is_listening = False
+        self._served: deque[str] = deque(maxlen=_MAX_SERVED)
+        self._count = 0
+        self._open: dict[str, _Call] = {}
+
+    def listen(self, tag: int) -> None:
+        """Watch the calls of other agents, from now on until the connection to the store ends. Idempotent.
+        The reply with this ``tag`` has the calls that are open at that moment.
+        """
+        if not self._is_listening:
+            self._is_listening = True
+            # Other requests have tag 0, because the state machine of the rendezvous ignores such replies.
+            self._send(Watch(tag, self._keys.calls, False))
+
+    def lost(self) -> None:
+        """End all open calls, because the connection to the store is lost."""
+        self._is_listening = False
+        for name in list(self._open):
+            call = self._open.pop(name)
+            call.take(call.answers)
+
+    def others(self) -> list[int]:
+        """Return the group ranks of the other nodes of the running round."""
+        place = self._find_place()
+        return [] if place is None else [rank for rank in range(place.size) if rank != place.group_rank]
+
+    def ask(self, order: Mapping[str, Any], ranks: Collection[int], limit: float, take: Take) -> None:
+        """Call the agents of some nodes, and return at once.
+
+        Args:
+            order: request to the agents, which may have at most :data:`MAX_CALL` bytes as JSON.
+            ranks: group ranks of the nodes.
+            limit: maximum seconds until ``take`` is called.
+            take: function that gets the answers.
+        """
+        self._count += 1
+        name = f"{self._agent}/{self._count}"
+        call = self._open[name] = _Call(take, set(ranks))
+        place = self._find_place()
+        if place is None or not call.awaited:
+            self._finish(name)
+            return
+        document = {"round": place.round, "to": sorted(call.awaited), "node": self._node, "order": order}
+        self._send(Watch(0, self._keys.answers + f"{name}/", False, False))
+        self._send(Txn(0, [], [Put(self._keys.calls + name, encode(document), True)]))
+        self._arm(self._keys.calls + name, limit)
+
+    def expire(self, timer: str) -> bool:
+        """End the call whose time limit is over. Return false if the timer belongs to no call."""
+        name = timer.removeprefix(self._keys.calls)
+        if name == timer:
+            return False
+        if name in self._open:
+            self._finish(name)
+        return True
+
+    def _finish(self, name: str) -> None:
+        call = self._open.pop(name)
+        answers = self._keys.answers + f"{name}/"
+        self._send(Unwatch(answers, False))
+        self._send(Txn(0, [], [Delete(self._keys.calls + name), DeletePrefix(answers)]))
+        call.take(call.answers)
+
+    def take(self, changes: Sequence[Entry]) -> list[Entry]:
+        """Handle changes of keys in the store. Return the changes that do not belong to calls."""
+        rest = []
+        for change in changes:
+            if change.key.startswith(self._keys.calls):
+                self._called(change.key.removeprefix(self._keys.calls), change.value)
+            elif change.key.startswith(self._keys.answers):
+                self._answered(change.key.removeprefix(self._keys.answers), change.value)
+            else:
+                rest.append(change)
+        return rest
+
+    def _called(self, name: str, value: bytes | None) -> None:
+        place = self._find_place()
+        is_own = name.startswith(f"{self._agent}/")
+        if value is None or is_own or place is None or len(value) > MAX_CALL or name in self._served:
+            return
+        self._served.append(name)
+        try:
+            call = decode(value)
+            number, ranks, node, order = (call[each] for each in ("round", "to", "node", "order"))
+        except (DamagedError, TypeError, LookupError):
+            return  # Another program has written this key.
+        if not (
+            COUNT(number) and isinstance(ranks, list) and isinstance(node, str) and isinstance(order, dict)
+        ):
+            return
+        if number != place.round or place.group_rank not in ranks:
+            return
+        answer = partial(self._answer, name, place.group_rank)
+        if self.serve is None:
+            answer({"code": None, "message": f"another program runs the agent on node {self._node}"})
+        else:
+            self.serve({**order, "sender": node}, answer)
+
+    def _answer(self, name: str, group_rank: int, fields: dict[str, Any]) -> None:
+        value = encode(fields)
+        if len(value) > MAX_ANSWER:
+            value = encode({"code": None, "message": f"the answer of node {self._node} is too large"})
+        # If the call is over, its key is gone. Then do not put an answer that nobody would delete.
+        put = Put(f"{self._keys.answers}{name}/{group_rank}", value, True)
+        self._send(Txn(0, [Exists(self._keys.calls + name)], [put]))
+
+    def _answered(self, key: str, value: bytes | None) -> None:
+        name, _, last = key.rpartition("/")
+        call, rank = self._open.get(name), number_of(last)
+        if call is None or value is None or rank not in call.awaited:
+            return
+        try:
+            fields = decode(value)
+        except DamagedError:
+            return
+        if isinstance(fields, dict):
+            call.answers[rank] = fields
+            call.awaited.discard(rank)
+            if not call.awaited:
+                self._finish(name)

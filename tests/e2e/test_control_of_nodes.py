@@ -1,0 +1,128 @@
+"""The program ``elasticctl`` acts on a job of several nodes from any of them. All agents run on this machine,
+but each has a host name of its own.
+"""
+
+import json
+import os
+import re
+
+import pytest
+from helpers.elasticctl import WAITS, sizes, status_of
+from helpers.nodes import meeting
+from helpers.procs import wait_until
+
+pytestmark = pytest.mark.privileged
+
+SAVES = """
+import os, signal
+saved = []
+signal.signal(signal.SIGUSR1, lambda *_: saved.append(1))
+os.write(1, f"here {os.environ['RANK']} {os.getpid()}.\\n".encode())
+while not saved:
+    signal.pause()
+os.write(1, f"saved {os.environ['RANK']}.\\n".encode())
+"""
+DEAF = SAVES.replace("signal.signal(", "os.environ['RANK'] != '2' and signal.signal(")
+
+
+class Nodes:
+    """A job whose agents run on this machine, each with a host name: n0, n1, …"""
+
+    def __init__(self, launch, sockets, nnodes, count, nproc, *command):
+        self._launch, self._folder = launch, sockets
+        self._command = (*meeting(nnodes), f"--nproc-per-node={nproc}", "--shutdown-timeout=20", *command)
+        self.agents = []
+        for _ in range(count):
+            self.start()
+        wait_until(
+            lambda: [sizes(sockets, agent) for agent in self.agents],
+            lambda found: found == [("HEALTHY", count)] * count,
+        )
+        for agent in self.agents:
+            agent.wait_for_lines(r"here (\d+) (\d+)\.", nproc)
+
+    def start(self, number=None):
+        """Start another agent, or again that of a host."""
+        number = len(self.agents) if number is None else number
+        command = ("unshare", "--uts", "sh", "-c", f'hostname n{number}; exec "$@"', "sh")
+        env = {"ELASTICRS_CONTROL_DIR": str(self._folder)}
+        agent = self._launch(*self._command, env=env, prefix=command)
+        self.agents.append(agent)
+        return agent
+
+
+@pytest.fixture
+def nodes(launch, worker_script, sockets):
+    """Return a function that starts a job of several nodes, and waits until its workers run."""
+
+    def start(nnodes, count, *options, source=WAITS, nproc=1):
+        return Nodes(launch, sockets, nnodes, count, nproc, *options, worker_script(source))
+
+    return start
+
+
+def test_any_node_is_drained_from_another_one_and_stays_out(nodes, sockets, asked):
+    job = nodes("2:3", 3)
+    by_name = {status_of(sockets, agent)["host"]: agent for agent in job.agents}
+    asker = job.agents[0]
+    code, text = asked("drain", "elsewhere", f"--job={asker.pid}")
+    assert (code, "these have: n0 (" in text) == (2, True), text
+    for name in ("n1", "n2"):
+        code, text = asked("drain", name, "--stay-out", f"--job={asker.pid}")
+        if code == 0:
+            break
+        # This node may host the store in which the nodes meet, and may not leave then.
+        assert (code, f"{name} hosts the store" in text) == (5, True), text
+    assert f"{name} leaves the job: SIGTERM to the workers; 2 nodes continue; SIGTERM sent to 1 rank" in text
+    assert re.search(r"attempt 0 of round 2 is running on 2 nodes, after", text)
+    drained = by_name.pop(name)
+    assert drained.wait() == 1
+    assert re.search(rf"elasticctl \(user {os.geteuid()}, pid \d+ on node n0\): drain", drained.stderr)
+    rest = list(by_name.values())
+    left = {sizes(sockets, agent) for agent in rest}
+    assert left == {("HEALTHY", 2)}
+    code, text = asked("drain", next(iter(set(by_name) - {"n0"})), f"--job={asker.pid}")
+    assert (code, "needs 2 (--nnodes)" in text or "hosts" in text) == (5, True), text
+    again = job.start(int(name[1:]))
+    assert again.wait() == 1
+    assert f"node {name} has left this job for good" in again.stderr
+    assert asked("stop", f"--job={asker.pid}")[0] == 0
+    assert [agent.wait() for agent in rest] == [1, 1]
+
+
+def test_a_checkpoint_by_one_command_reaches_the_ranks_of_all_nodes(nodes, asked):
+    job = nodes("2", 2, source=SAVES, nproc=2)
+    code, text = asked("checkpoint", f"--job={job.agents[1].pid}")
+    assert (code, "SIGUSR1 sent to 4 ranks at once" in text) == (0, True), text
+    for agent in job.agents:
+        agent.wait_for_lines(r"saved (\d)\.", 2)
+    assert [agent.wait() for agent in job.agents] == [0, 0]
+
+
+def test_a_checkpoint_is_refused_if_a_rank_of_another_node_has_no_handler(nodes, sockets, asked):
+    job = nodes("2", 2, source=DEAF, nproc=2)
+    ranks = [status_of(sockets, agent)["group"]["rank"] for agent in job.agents]
+    for agent in job.agents:
+        code, text = asked("checkpoint", f"--job={agent.pid}")
+        assert (code, "SIGUSR1 would kill rank 2. A checkpoint on request needs one of these:" in text) == (
+            5,
+            True,
+        ), text
+    assert sorted(ranks) == [0, 1]
+    assert asked("stop", "--now", f"--job={job.agents[0].pid}")[0] == 0
+    assert [agent.wait() for agent in job.agents] == [1, 1]
+
+
+STUBBORN = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + WAITS
+
+
+@pytest.mark.parametrize(("options", "source"), [((), WAITS), (("--now",), STUBBORN)], ids=["stop", "now"])
+def test_a_stop_is_told_as_a_stop_on_all_nodes(nodes, asked, tmp_path, options, source):
+    job = nodes("2", 2, f"--report={tmp_path}/report", source=source)
+    assert asked("stop", *options, f"--job={job.agents[1].pid}")[0] == 0
+    assert [agent.wait() for agent in job.agents] == [1, 1]
+    for agent in job.agents:
+        assert re.search(r"\]: stopped(?: by SIGTERM)? after", agent.stderr), agent.stderr
+        assert "verdict" not in agent.stderr
+        assert "failed" not in agent.stderr
+    assert json.loads((tmp_path / "report").read_text())["outcome"] == "stopped"
