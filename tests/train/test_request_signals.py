@@ -13,7 +13,7 @@ from helpers.said import line_with
 
 from elasticrs.train import Coordinator
 from elasticrs.train.checkpoint import FileSystemCheckpointManager
-from elasticrs.train.request_signals import RequestSignals, is_default
+from elasticrs.train.running import RequestSignals, is_default
 
 
 class Asked(Coordinator):

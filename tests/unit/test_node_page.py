@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elasticrs._engine.job import phrases
-from elasticrs._engine.supervise.run.checkpoint_requests import CheckpointRequests
-from elasticrs._engine.workers.node_page import VARIABLE, AgentPage, page_of
+from elasticrs._engine.workers.node_page import VARIABLE, AgentPage, CheckpointRequests, page_of
 
 
 @pytest.fixture
@@ -149,7 +148,7 @@ def test_each_checkpoint_request_has_its_own_answer(requests):
 
 def test_a_checkpoint_request_that_no_worker_answers_is_reported_once(requests, monkeypatch):
     asking, lines = requests
-    monkeypatch.setattr("elasticrs._engine.supervise.run.checkpoint_requests.PATIENCE", 0.0)
+    monkeypatch.setattr("elasticrs._engine.workers.node_page.PATIENCE", 0.0)
     asking.ask()
     asking.look()
     asking.look()

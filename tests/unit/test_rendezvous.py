@@ -18,8 +18,7 @@ from elasticrs.rendezvous import (
     rendezvous_handler_registry,
 )
 from elasticrs.rendezvous.elastic_handler import ElasticRendezvousHandler
-from elasticrs.rendezvous.one_node_handler import OneNodeRendezvous
-from elasticrs.rendezvous.registry import get_rendezvous_handler
+from elasticrs.rendezvous.registry import OneNodeRendezvous, get_rendezvous_handler
 from elasticrs.rendezvous.static_tcp_rendezvous import create_rdzv_handler
 from elasticrs.store import DistNetworkError, Store
 

@@ -14,9 +14,16 @@ from helpers.said import says
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elasticrs._engine.supervise.run.warming import Warming
 from elasticrs._engine.workers.warm import import_report
-from elasticrs._engine.workers.warm.import_report import TOUCHED, LeftOut, Ready, Report, Sources, stamp
+from elasticrs._engine.workers.warm.import_report import (
+    TOUCHED,
+    LeftOut,
+    Ready,
+    Report,
+    Sources,
+    Warming,
+    stamp,
+)
 
 
 class Reports:

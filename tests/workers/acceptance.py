@@ -19,7 +19,7 @@ from elasticrs.train import (
     SimpleWorkerStats,
     State,
     p2p,
-    request_signals,
+    running,
     train,
 )
 from elasticrs.train.checkpoint import FileSystemCheckpointManager, set_checkpoint_manager
@@ -259,7 +259,7 @@ def run(order, say):
     if order.get("checkpoints"):
         set_checkpoint_manager(FileSystemCheckpointManager(order["checkpoints"]))
     if "meeting_limit" in order:
-        request_signals.MEETING_LIMIT = order["meeting_limit"]
+        running.MEETING_LIMIT = order["meeting_limit"]
     if order.get("monitor"):
         p2p.CoordinatorP2P.MONITOR_PROGRESS_FREQ = order["monitor"]
     state = (PlainTotal if order.get("plain") else Total)(trainer)

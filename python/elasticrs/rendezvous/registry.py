@@ -1,6 +1,8 @@
 """Find the rendezvous handler for a backend: first in elasticrs, then in the program, then in the entry
 points ``elasticrs.rendezvous_handlers`` and ``torchrun.handlers`` of installed packages.
 
+A job on a single node gets a :class:`OneNodeRendezvous`, whatever its backend.
+
 As in torch, an entry point is a function without arguments that returns a creator. It is loaded only when its
 backend is requested, because it may be broken.
 """
@@ -11,28 +13,148 @@ import logging
 import os
 from typing import TYPE_CHECKING, Any, cast
 
-from elasticrs._engine.job.config import UsageError
+from elasticrs._engine.job.config import DEFAULT_MASTER_PORT, UsageError
 from elasticrs._engine.nodes.describe import BACKENDS, PYTHON, Words, check_backend, describe, is_in_file
+from elasticrs._engine.nodes.transport.addresses import parse_endpoint
+from elasticrs._engine.nodes.transport.coordination import Client, NativeSession, Server
+from elasticrs._engine.workers.plan import StorePort, agent_hosts_store
 from elasticrs.rendezvous.api import (
+    RendezvousClosedError,
     RendezvousError,
     RendezvousHandler,
+    RendezvousInfo,
     RendezvousParameters,
+    RendezvousStoreInfo,
     is_kind,
     rendezvous_handler_registry,
 )
-from elasticrs.rendezvous.one_node_handler import OneNodeRendezvous
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
-__all__ = ["get_rendezvous_handler"]
+    from elasticrs.store import Store
+
+__all__ = ["OneNodeRendezvous", "get_rendezvous_handler"]
 
 _log = logging.getLogger("elasticrs.rendezvous")
 
 _DEFAULT_TIMEOUT = 900
 """Timeout in seconds that torch's launcher passes to every handler."""
 
+_HOST = "127.0.0.1"
+
 GROUPS = ("elasticrs.rendezvous_handlers", "torchrun.handlers")
+
+
+class OneNodeRendezvous(RendezvousHandler):
+    """Rendezvous handler for a single-node job, with any back end.
+
+    With ``static`` and an endpoint, rank 0 hosts the workers' store there. Otherwise, this process serves a
+    new store in every round, or, with ``TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1``, reserves a port for rank 0.
+
+    Attributes:
+        address: address of the workers' store.
+        port: port of the workers' store that the user has chosen; ``None`` for a new port in every round.
+        store_port: port that :meth:`next_rendezvous` has reserved for the current round.
+
+    Raises:
+        ValueError: the job may have more than one node, or the endpoint is malformed.
+    """
+
+    def __init__(self, params: RendezvousParameters) -> None:
+        if params.max_nodes != 1:
+            raise ValueError(f"{params.min_nodes}:{params.max_nodes} nodes, expected one node")
+        self._backend = params.backend
+        self._run_id = params.run_id
+        self.address = params.local_addr or "localhost"
+        self.port: int | None = None
+        if params.backend == "static" and params.endpoint.strip():
+            host, port = parse_endpoint("endpoint", params.endpoint.strip())
+            self.address = host
+            # Port 0 means any free port, as in torch.
+            self.port = DEFAULT_MASTER_PORT if port is None else port or None
+        self.store_port: StorePort | None = None
+        self._server: Server | None = None
+        self._store: Store | None = None
+        self._round = 0
+        self._is_closed = False
+
+    def get_backend(self) -> str:
+        return self._backend
+
+    @property
+    def use_agent_store(self) -> bool:
+        return self.port is None and agent_hosts_store(os.environ)
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        open_store = self.next_round()
+        port = self.port
+        if port is None:
+            self.store_port = StorePort(is_served=self.use_agent_store)
+            self.store_port.serve(None)
+            port = self.store_port.number
+        return RendezvousInfo(open_store(), 0, 1, RendezvousStoreInfo(self.address, port))
+
+    def open_shared_store(self) -> Store:
+        """Return the current round's store. The first call starts its server, because few jobs need one."""
+        if self._store is None:
+            from elasticrs._engine.nodes.transport.store import Requests
+            from elasticrs.store import Store
+
+            self._store = Store(Requests(self._connect))
+        return self._store.with_prefix(f"torch.rendezvous.{self._run_id}.{self._round}/")
+
+    def _connect(self) -> NativeSession:
+        from elasticrs.store import DistNetworkError
+
+        # Require a token, because other users of this machine can also connect to the port.
+        token = os.urandom(16)
+        try:
+            if self._server is not None:
+                # An earlier call has started this server, but could not connect to it. Replace it.
+                self._server.close()
+            self._server = Server([(_HOST, 0)], run_id=self._run_id, token=token)
+            client = Client(_HOST, self._server.port, run_id=self._run_id, token=token, stall_timeout=None)
+            return NativeSession(client)
+        except OSError as error:
+            raise DistNetworkError(f"the store of this node cannot be served: {error}") from error
+
+    def next_round(self) -> Callable[[], Store]:
+        """Begin a round. Return the function that opens the round's store. The caller must assign the ranks.
+        Raise ``RendezvousClosedError`` after :meth:`set_closed`.
+        """
+        if self._is_closed:
+            raise RendezvousClosedError(f"the rendezvous of job {self._run_id} is closed")
+        self._release()
+        self._round += 1
+        return self.open_shared_store
+
+    def is_closed(self) -> bool:
+        return self._is_closed
+
+    def set_closed(self) -> None:
+        self._is_closed = True
+
+    def num_nodes_waiting(self) -> int:
+        return 0
+
+    def get_run_id(self) -> str:
+        return self._run_id
+
+    def shutdown(self) -> bool:
+        self.set_closed()
+        self._release()
+        if self._store is not None:
+            self._store.close()
+        if self._server is not None:
+            self._server.close()
+            self._server = None
+        return True
+
+    def _release(self) -> None:
+        if self.store_port is not None:
+            self.store_port.close()
+            self.store_port = None
 
 
 def get_rendezvous_handler(params: RendezvousParameters) -> RendezvousHandler:

@@ -6,22 +6,26 @@ import io
 import logging
 import os
 import random
+import signal
+import sys
 import textwrap
+import threading
 import time
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from elasticrs._engine.inside.heartbeats import Section, heartbeat_unless_given
+from elasticrs._engine.workers.functions.interrupts import CaughtSignals
 from elasticrs.metrics import api as metrics
 from elasticrs.train import groups, state_machine
 from elasticrs.train.checkpoint import CheckpointError, CheckpointSaver, get_checkpoint_manager, load_newest
 from elasticrs.train.coordinator import CannotContinueError, Coordinator, NonRetryableException, StopException
-from elasticrs.train.request_signals import RequestSignals
 from elasticrs.train.state import State, WorkerStats, is_torchelastic_program, load_from_peer, why_not_saved
 from elasticrs.train.state_machine import Action, Event, Loop, Vote, disagreement, have_ended_together
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from types import FrameType, TracebackType
 
 __all__ = ["run_train", "to_generator", "train"]
 
@@ -32,6 +36,12 @@ MAX_FAILURES = 10
 
 _SHOWN = 120
 """Maximum number of characters to show of the error message of an aborted collective."""
+
+MEETING_LIMIT = 5.0
+"""Seconds after which a leaving worker exits if it is in no round: the others may be leaving as well."""
+
+_LEAVE_TICK = 0.25
+_ASKING = (signal.SIGTERM, signal.SIGUSR1)
 
 _NOTHING = object()
 _END = object()
@@ -112,6 +122,76 @@ def _require_saving(state: State) -> None:
     """Raise TypeError if a checkpoint manager is set but the state cannot be saved."""
     if get_checkpoint_manager() is not None and (reason := why_not_saved(state)) is not None:
         raise TypeError(f"set_checkpoint_manager was called, but {reason}")
+
+
+class RequestSignals:
+    """Context manager that passes SIGTERM and SIGUSR1 on to a coordinator, as requests for a checkpoint.
+
+    After SIGTERM, the worker completes its step, saves a checkpoint with the others, leaves the job, and ends
+    itself. After SIGUSR1, it saves and continues. Works only in the main thread.
+
+    - **SIGNALS-1** a handler that the program has set, in any language, is not replaced. The handlers of this
+      class are removed when the training is over, and in forked children.
+    - **SIGNALS-2** a second SIGTERM ends the worker at once. A worker that leaves also ends if it is in no
+      round for :data:`MEETING_LIMIT` seconds.
+    """
+
+    def __init__(self, coordinator: Coordinator) -> None:
+        self._coordinator = coordinator
+        self._caught = CaughtSignals()
+        self._is_leaving = False
+        self._is_over = threading.Event()
+
+    def __enter__(self) -> None:
+        if not self._coordinator.takes_requests or threading.current_thread() is not threading.main_thread():
+            return
+        for signum in _ASKING:
+            if is_default(signum):
+                self._caught.catch(signum, self._ask)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._is_over.set()
+        self._caught.release(_ASKING)
+
+    def _ask(self, signum: int, frame: FrameType | None) -> None:  # noqa: ARG002 -- handler signature
+        if signum == signal.SIGTERM:
+            if self._is_leaving:
+                self.end_process()
+            self._is_leaving = True
+            threading.Thread(target=self._watch_meeting, name="elasticrs-leaving", daemon=True).start()
+        self._coordinator.request(leave=signum == signal.SIGTERM)
+
+    def _watch_meeting(self) -> None:
+        limit = MEETING_LIMIT if self._coordinator.others_come_back else _LEAVE_TICK
+        left = limit
+        while left > 0:
+            if self._is_over.wait(_LEAVE_TICK):
+                return
+            left = limit if self._coordinator.has_round else left - _LEAVE_TICK
+        # Send a second SIGTERM, on which the handler in the main thread ends the process.
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    def end_process(self) -> None:
+        """End this process with SIGTERM, as if this module had not handled the signal."""
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(Exception):
+                stream.flush()
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def is_default(signum: int) -> bool:
+    """Return true if a signal has its default action. Read ``/proc``, too, to find native handlers."""
+    if signal.getsignal(signum) != signal.SIG_DFL:
+        return False
+    try:
+        with open("/proc/self/status", encoding="ascii", errors="replace") as status:
+            caught = next(int(line.split()[1], 16) for line in status if line.startswith("SigCgt"))
+    except OSError:
+        return True
+    return not caught >> (signum - 1) & 1
 
 
 class _Run:

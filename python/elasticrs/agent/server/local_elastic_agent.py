@@ -25,10 +25,12 @@ from elasticrs._engine.supervise.observe.health_check_server import (
     _AliveCallbackProxy,  # noqa: F401 -- torch exports it here
     server_of_environment,
 )
+from elasticrs._engine.supervise.observe.observer import Observer
 from elasticrs._engine.supervise.run.worker_states import Sleepers
 from elasticrs._engine.supervise.run_job import make_decisions, make_workers, run_job
+from elasticrs._engine.workers.functions.supervised_group import not_started
+from elasticrs._engine.workers.logs import line_prefixes
 from elasticrs._engine.workers.process import check_limits
-from elasticrs.agent.server.local_job import outcome, own_consoles, preload, replaced_consoles
 from elasticrs.agent.server.polled_workers import GivenContext, PolledWorkers, raised_signals, start_by
 from elasticrs.agent.server.simple_elastic_agent import (
     DEFAULT_ROLE,
@@ -41,13 +43,19 @@ from elasticrs.agent.server.simple_elastic_agent import (
 from elasticrs.events.api import fq_hostname
 from elasticrs.metrics import prof
 from elasticrs.multiprocessing import start_processes
+from elasticrs.multiprocessing.api import SignalException
+from elasticrs.multiprocessing.tail_log import TailLog, replaced_streams
 from elasticrs.rendezvous.api import RendezvousClosedError
-from elasticrs.rendezvous.one_node_handler import OneNodeRendezvous
+from elasticrs.rendezvous.registry import OneNodeRendezvous
 
 if TYPE_CHECKING:
-    from typing import Protocol
+    from collections.abc import Mapping, Sequence
+    from typing import Protocol, TextIO
 
+    from elasticrs._engine.job.config import Preload
     from elasticrs._engine.nodes.protocol.rendezvous import Rendezvous
+    from elasticrs._engine.supervise.attempts.attempt import Attempt, JobResult
+    from elasticrs._engine.supervise.decide.decisions import Decisions
     from elasticrs._engine.supervise.run.loop import Agent
     from elasticrs.multiprocessing.api import LogsSpecs
 
@@ -132,7 +140,7 @@ class LocalElasticAgent(SimpleElasticAgent):
         self._start_method = start_method
         self._logs_specs = logs_specs
         self._log_line_prefix_template = log_line_prefix_template
-        self._preload = preload(spec, start_method)
+        self._preload = _preloaded(spec, start_method)
         self._rdzv_handler = spec.rdzv_handler
         _name_command(spec)
         self._health_check_server = health_check_server
@@ -205,8 +213,8 @@ class LocalElasticAgent(SimpleElasticAgent):
                 created=created,
                 decisions=decisions,
                 server=self._server_of_ours(),
-                observers=replaced_consoles(job),
-                consoles=own_consoles(),
+                observers=_replaced_consoles(job),
+                consoles=_own_consoles(),
             )
         finally:
             decisions.leave(signals)
@@ -214,7 +222,7 @@ class LocalElasticAgent(SimpleElasticAgent):
                 signals.close()
         self._remaining_restarts = group.spec.max_restarts - result.restarts
         group.state = _STATES[result.phase]
-        return outcome(job, result, decisions)
+        return _outcome(job, result, decisions)
 
     def _forwarded(self) -> tuple[int, ...]:
         """Return the signals that the agent passes on to the workers.
@@ -363,7 +371,7 @@ class LocalElasticAgent(SimpleElasticAgent):
             console = Console(log_prefix=job.log_prefix)
             observers = make_observers(job, console.say, self._server_of_ours(), has_hooks=True)
             self._pcontext = PolledWorkers(
-                job, make_workers(job, own_consoles()), console, [*observers, *replaced_consoles(job)]
+                job, make_workers(job, _own_consoles()), console, [*observers, *_replaced_consoles(job)]
             )
         return self._pcontext.start(worker_group.plan(), restarts)
 
@@ -413,6 +421,97 @@ class LocalElasticAgent(SimpleElasticAgent):
         self._remaining_restarts = 0
         _log.error("%s; no restart follows", phrases.asleep(overdue, self._uninterruptible_state_timeout))
         return RunResult(WorkerState.UNHEALTHY)
+
+
+def _replaced_consoles(job: JobSpec) -> Sequence[Observer]:
+    """Return an observer that prints tee'd lines to the program's replaced standard streams, if any."""
+    streams = replaced_streams()
+    return [_ReplacedConsole(streams, job.role, job.logs.log_line_prefix_template)] if streams else []
+
+
+def _own_consoles() -> set[int]:
+    """Return the descriptors (1, 2) of those standard streams that the program has not replaced."""
+    return {1, 2} - replaced_streams().keys()
+
+
+def _preloaded(spec: WorkerSpec, start_method: str) -> Preload | None:
+    # The fields of a mock specification are mocks.
+    if not isinstance(spec.warm, str) or spec.warm == "off":
+        return None
+    from elasticrs._engine.workers.warm import modules as warm
+
+    if callable(spec.entrypoint):
+        entry = warm.entry_of_function(spec.entrypoint, spec.args, start_method)
+    else:
+        entry = warm.entry_of_command([str(spec.entrypoint), *map(str, spec.args)])
+    try:
+        return warm.preload(spec.warm, entry)
+    except defaults.UsageError as error:
+        raise ValueError(f"warm: got {spec.warm!r}, but {error}") from None
+
+
+class _ReplacedConsole(Observer):
+    """Copies the workers' console output to the objects that replace ``sys.stdout`` and ``sys.stderr``."""
+
+    def __init__(self, streams: Mapping[int, TextIO], role: str, template: str | None) -> None:
+        self._streams = streams
+        self._role = role
+        self._template = template
+        self._tails: list[TailLog] = []
+
+    def prepared(self, attempt: Attempt) -> None:
+        self._stop()
+        paths = attempt.paths
+        prefixes = line_prefixes(self._template, attempt.plan.ranks)
+        for fd, stream in self._streams.items():
+            tees = paths.tee_stdouts if fd == 1 else paths.tee_stderrs
+            files = {rank: path for rank, path in tees.items() if path != os.devnull}
+            self._tails.append(TailLog(self._role, files, stream, prefixes).start())
+
+    def over(self, attempt: Attempt, outcome: str) -> None:  # noqa: ARG002 -- the base class's signature
+        self._stop()
+
+    def ended(self, result: JobResult, error: BaseException | None) -> None:  # noqa: ARG002 -- as above
+        self._stop()
+
+    def _stop(self) -> None:
+        while self._tails:
+            self._tails.pop().stop()
+
+
+def _outcome(job: JobSpec, result: JobResult, decisions: Decisions) -> RunResult:
+    """Convert a job's result to torch's. Raise if the job ended by a signal, or before any worker ran."""
+    if result.phase is Phase.SUCCEEDED:
+        return RunResult(WorkerState.SUCCEEDED, return_values=result.return_values)
+    if result.signum is not None:
+        sigval = signal.Signals(result.signum)
+        raise SignalException(f"stopped by {sigval.name}", sigval)
+    if isinstance(decisions, HandlerNodes) and decisions.error is not None:
+        raise decisions.error
+    from elasticrs._engine.failures.failure import root_cause
+    from elasticrs._engine.supervise.observe.job_report import all_failures, exit_code
+
+    failed = all_failures(result)
+    code = exit_code(defaults.ExitCodes.parse(job.exit_codes), result, failed)
+    if failed:
+        if result.message is not None:
+            root = failed[root_cause(failed)]
+            root.more_notes = [*root.more_notes, result.message]
+        return RunResult(
+            WorkerState.FAILED,
+            failures=failed,
+            verdict=result.verdict.value,
+            exit_code=code,
+            reason=result.message,
+        )
+    of_nodes = getattr(decisions, "outcome", None)
+    if of_nodes is not None and of_nodes.kind not in {"failed", "stuck", "excluded"}:
+        from elasticrs.rendezvous.elastic_handler import error_of
+
+        raise error_of(of_nodes)
+    error = not_started(result.message or "the workers could not be started", result.start_errno)
+    error.verdict, error.exit_code, error.reason = result.verdict.value, code, result.message
+    raise error
 
 
 _STATES = {

@@ -36,11 +36,11 @@ if TYPE_CHECKING:
     from elasticrs._engine.supervise.decide.decisions import Decisions
     from elasticrs._engine.supervise.observe.observer import Observer
     from elasticrs._engine.supervise.run.agreed_step import AgreedSteps, Exchange, Tell
-    from elasticrs._engine.supervise.run.checkpoint_requests import CheckpointRequests
     from elasticrs._engine.supervise.run.keeping import Keeping
     from elasticrs._engine.supervise.run.orders import Orders
     from elasticrs._engine.supervise.run.worker_states import Sleepers
     from elasticrs._engine.supervise.run.workers import Workers
+    from elasticrs._engine.workers.node_page import CheckpointRequests
 
 _NEVER = float("inf")
 _AGREEMENT_TICK = 0.25
@@ -284,7 +284,7 @@ class Agent:
     def _open_checkpoints(self) -> None:
         if self._job.on_failure == "replace":
             from elasticrs._engine.supervise.observe.slow_workers import SlowWorkerCheck
-            from elasticrs._engine.supervise.run.checkpoint_requests import CheckpointRequests
+            from elasticrs._engine.workers.node_page import CheckpointRequests
 
             self.checkpoints = CheckpointRequests(self._job.nproc, self._console.say)
             self._tracker.supervisor.watch_fd(self.checkpoints.fd)

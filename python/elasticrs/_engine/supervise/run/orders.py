@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from elasticrs._engine.supervise.attempts.attempt import Attempt
     from elasticrs._engine.supervise.decide.decisions import Decisions
     from elasticrs._engine.supervise.run.agreed_step import Tell
-    from elasticrs._engine.supervise.run.checkpoint_requests import CheckpointRequests
     from elasticrs._engine.supervise.run.tracker import AttemptTracker
+    from elasticrs._engine.workers.node_page import CheckpointRequests
 
     class Agent(Protocol):
         """The methods of the job's agent that orders use. They do not block."""

@@ -42,11 +42,11 @@ if TYPE_CHECKING:
     from elasticrs._engine.process.console import Console
     from elasticrs._engine.supervise.observe.observer import Observer
     from elasticrs._engine.supervise.run.gpu_watcher import GpuWatcher
-    from elasticrs._engine.supervise.run.warming import Warming
     from elasticrs._engine.supervise.run.worker_states import PassedSignals
     from elasticrs._engine.supervise.run.workers import Leftovers, Workers
     from elasticrs._engine.workers.logs import LogPaths
     from elasticrs._engine.workers.plan import Plan
+    from elasticrs._engine.workers.warm.import_report import Warming
 
     class Owner(Protocol):
         """Handles events outside of an attempt, such as the expiry of the node's lease."""
@@ -140,7 +140,7 @@ class AttemptTracker:
         """Create the supervisor, which also watches the file descriptor ``fd``."""
         warm = None
         if self._workers.warm_command is not None:
-            from elasticrs._engine.supervise.run.warming import Warming
+            from elasticrs._engine.workers.warm.import_report import Warming
 
             self._warming = Warming(self._console.say, self._job.warm_timeout)
             warm = warm_nursery(self._workers, self._warming.report)
