@@ -23,7 +23,7 @@ from elasticrs import Keep  # keep
 STEPS = 300
 ATTEMPT = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
 ACCIDENTS = json.loads(os.environ.get("ELASTICRS_DEMO_ACCIDENTS", "[]"))
-"""For each attempt that fails: the rank and the step of the failure, and ``killed`` or ``hung``."""
+"""For each attempt that fails: the rank and the step of the failure, and ``killed``, ``raised`` or ``hung``."""
 RECORDS = os.environ.get("ELASTICRS_DEMO_RECORDS")
 """The file to which the workers append what they have done, as a JSON object per line."""
 
@@ -71,12 +71,14 @@ def draw(count: int) -> tuple[Any, Any]:
 
 
 def next_batch(step: int) -> tuple[Any, Any]:
-    """Return the batch of a step. If the worker is to fail in this step, it dies or waits forever instead."""
+    """Return the batch of a step. If the worker is to fail in this step, it does that instead."""
     for attempt, (rank, at, what) in enumerate(ACCIDENTS):
         if (attempt, rank, at) == (ATTEMPT, dist.get_rank(), step):
             record(what)
             if what == "killed":
                 os.kill(os.getpid(), signal.SIGKILL)
+            if what == "raised":
+                raise ValueError("a bad batch")
             never_filled: queue.Queue[Any] = queue.Queue()
             never_filled.get()
     return draw(128)

@@ -1,0 +1,411 @@
+"""Make the pictures in ``docs/pictures`` from real runs: ``make pictures``.
+
+``--record`` runs the jobs, and replaces their records: recordings of a terminal as ``NAME.cast`` (asciicast,
+version 2, which asciinema plays), and the times of restarts as ``restart.json``. Without the option, only the
+pictures are drawn again, from these records and from the table of ``docs/benchmarks.md``. The same records
+always give the same pictures, so a test compares the pictures in the repository with the records.
+
+Each picture exists twice, for a light and for a dark background. Fonts are those of the reader's machine.
+"""
+
+import argparse
+import fcntl
+import json
+import os
+import pty
+import re
+import select
+import shlex
+import shutil
+import socket
+import struct
+import subprocess
+import sys
+import tempfile
+import termios
+import textwrap
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+from xml.sax.saxutils import escape, quoteattr
+
+ROOT = Path(__file__).resolve().parent.parent
+FOLDER = ROOT / "docs" / "pictures"
+DEMO = ROOT / "python" / "elasticrs" / "demo" / "train.py"
+
+
+class Theme(NamedTuple):
+    """Colours of a picture."""
+
+    name: str
+    paper: str
+    bar: str
+    line: str
+    ink: str
+    faint: str
+    good: str
+    bad: str
+    accent: str
+
+
+LIGHT = Theme("light", "#ffffff", "#f6f8fa", "#d0d7de", "#1f2328", "#59636e", "#1a7f37", "#cf222e", "#0969da")
+DARK = Theme("dark", "#0d1117", "#161b22", "#30363d", "#e6edf3", "#9198a1", "#3fb950", "#f85149", "#58a6ff")
+
+MONO = "ui-monospace,SFMono-Regular,Menlo,Consolas,'DejaVu Sans Mono',monospace"
+SANS = "system-ui,-apple-system,'Segoe UI',Roboto,'DejaVu Sans',sans-serif"
+
+
+def svg(width: int, height: int, title: str, style: str, body: Sequence[str]) -> str:
+    """Return an SVG document. ``title`` is what a screen reader says."""
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}"'
+    head += f' height="{height}" role="img" aria-label={quoteattr(title)}>'
+    return "\n".join([head, f"<style>{style}</style>", *body, "</svg>", ""])
+
+
+# --- recordings of a terminal ---
+
+COLUMNS = 100
+LINE, CHARACTER, MARGIN, TOP = 20, 8.0, 16, 40
+LONGEST_WAIT = 1.6
+"""Seconds to which the pauses of a recording are shortened in the picture."""
+LAST, FIRST = 4.0, 1.5
+"""Seconds for which the picture shows the end before it begins again, and the first time. It begins with the
+end, because a viewer without animations shows only that.
+"""
+
+Cast = tuple[dict[str, Any], list[tuple[float, str]]]
+"""The header of a recording, and its output: seconds since the start, and the text."""
+
+
+def read_cast(name: str) -> Cast:
+    """Return the recording ``NAME.cast``."""
+    header, *events = (FOLDER / f"{name}.cast").read_text(encoding="utf-8").splitlines()
+    return json.loads(header), [(at, text) for at, _, text in map(json.loads, events)]
+
+
+def lines_of(cast: Cast) -> Iterator[tuple[float, str]]:
+    """Yield the lines of a recording, each with the seconds after which the picture shows it."""
+    now, before, rest = 0.0, 0.0, ""
+    for at, text in cast[1]:
+        now, before = now + min(at - before, LONGEST_WAIT), at
+        *lines, rest = (rest + text).replace("\r\n", "\n").split("\n")
+        yield from ((now, line) for line in lines)
+
+
+COLOURED = (
+    (r"^\$ .*", "b"),
+    (r"^elasticrs:", "a"),
+    (r"\b(?:hung: no heartbeat for [\d.]+ s|raised \w+|ValueError: a bad batch|left the job|is lost)\b", "r"),
+    (r"\brank \d+ did not enter it: it is in \w+ \([\w.:]+\)|\bcalled at [\w.:]+", "r"),
+    (r"\b(?:0 steps(?: lost)?|succeeded)\b", "g"),
+)
+"""Patterns of what the picture colours, and the class of the style. The launcher itself prints no colours."""
+
+
+def draw_cast(cast: Cast, theme: Theme) -> str:
+    """Draw a recording as a terminal in which the lines appear one after the other."""
+    shown = [
+        (at, row)
+        for at, line in lines_of(cast)
+        for row in textwrap.wrap(line, COLUMNS, subsequent_indent="    ")
+    ]
+    total = shown[-1][0] + LAST
+    width, height = round(2 * MARGIN + COLUMNS * CHARACTER), TOP + LINE * len(shown) + MARGIN
+    style = [
+        f"text{{font:13px {MONO};fill:{theme.ink};white-space:pre}}.a{{fill:{theme.accent}}}",
+        f".b{{font-weight:bold}}.r{{fill:{theme.bad};font-weight:bold}}.g{{fill:{theme.good};font-weight:bold}}",
+        f".t{{font:12px {SANS};fill:{theme.faint}}}",
+        f"@media(prefers-reduced-motion:no-preference){{.l{{animation:{total:.1f}s step-end -{FIRST}s",
+        " infinite}}",
+    ]
+    body = [
+        f'<rect x=".5" y=".5" width="{width - 1}" height="{height - 1}" rx="8" fill="{theme.paper}"'
+        f' stroke="{theme.line}"/>',
+        f'<path d="M.5 28.5V8.5a8 8 0 0 1 8-8h{width - 17}a8 8 0 0 1 8 8v20z" fill="{theme.bar}"'
+        f' stroke="{theme.line}"/>',
+        *(f'<circle cx="{x}" cy="15" r="5" fill="{theme.line}"/>' for x in (18, 35, 52)),
+        f'<text class="t" x="{width / 2:g}" y="19" text-anchor="middle">{escape(cast[0]["title"])}</text>',
+    ]
+    for number, (at, row) in enumerate(shown):
+        style.append(f"@keyframes k{number}{{0%{{opacity:0}}{100 * at / total:.2f}%,to{{opacity:1}}}}")
+        place = f'class="l" style="animation-name:k{number}" x="{MARGIN}" y="{TOP + LINE * number + 12}"'
+        length = f'textLength="{len(row) * CHARACTER:g}" lengthAdjust="spacingAndGlyphs"'
+        body.append(f"<text {place} {length}>{_coloured(row)}</text>")
+    return svg(width, height, cast[0]["title"], "".join(style), body)
+
+
+def _coloured(row: str) -> str:
+    spans = sorted((*found.span(), name) for pattern, name in COLOURED for found in re.finditer(pattern, row))
+    text, end = "", 0
+    for begin, until, name in spans:
+        if begin >= end:
+            text += escape(row[end:begin]) + f'<tspan class="{name}">{escape(row[begin:until])}</tspan>'
+            end = until
+    return text + escape(row[end:])
+
+
+def record_cast(name: str, title: str, command: str, accidents: Sequence[tuple[int, int, str]] = ()) -> None:
+    """Run a command in a terminal, and write what it shows to ``NAME.cast``.
+
+    Args:
+        name: of the file, without its suffix.
+        title: what the recording shows.
+        command: starts a job with the demo's training script, which is ``train.py`` in the current directory.
+        accidents: the workers that fail, as in :data:`elasticrs.demo.__main__.ACCIDENTS`. If the
+            job waits for a second node, a second agent joins it, and is killed after 100 steps.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        shutil.copy(DEMO, folder)
+        events = Path(folder, "events.jsonl")
+        environment = {
+            **{key: value for key, value in os.environ.items() if not key.startswith(("ELASTICRS_", "PET_"))},
+            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+            "OMP_NUM_THREADS": "1",
+            "ELASTICRS_DEMO_ACCIDENTS": json.dumps(accidents),
+            "TMPDIR": folder,
+        }
+        other = None
+        primary, secondary = pty.openpty()
+        fcntl.ioctl(secondary, termios.TIOCSWINSZ, struct.pack("HHHH", 40, COLUMNS, 0, 0))
+        begin = time.monotonic()
+        output = [[0.0, "o", f"$ {command}\r\n"]]
+        job = subprocess.Popen(
+            shlex.split(command),
+            cwd=folder,
+            env={**environment, "PET_EVENT_LOG_HANDLER": f"file:{events}"},
+            stdin=secondary,
+            stdout=secondary,
+            stderr=secondary,
+            start_new_session=True,
+        )
+        os.close(secondary)
+        while select.select([primary], [], [], 120)[0]:
+            try:
+                text = os.read(primary, 1 << 16).decode(errors="replace")
+            except OSError:  # the terminal is closed on the other side
+                break
+            output.append([round(time.monotonic() - begin, 3), "o", text])
+            if other is None and "have joined" in text:
+                second = shlex.split(command.replace("is_host=1", "is_host=0"))
+                quiet = subprocess.DEVNULL
+                other = subprocess.Popen(second, cwd=folder, env=environment, stdout=quiet, stderr=quiet)
+            if other is not None and "step 100" in text:
+                other.kill()
+        os.close(primary)
+        job.wait()
+        if other is not None:
+            other.wait()
+        told = [json.loads(line) for line in events.read_text(encoding="utf-8").splitlines()]
+    names = ("worker hung", "attempt running")
+    header = {
+        "version": 2,
+        "width": COLUMNS,
+        "height": 40,
+        "title": title,
+        "command": command,
+        "exit_code": job.returncode,
+        "events": [each for each in told if each["name"] in names],
+    }
+    lines = [json.dumps(each) for each in (header, *output)]
+    (FOLDER / f"{name}.cast").write_text("\n".join([*lines, ""]), encoding="utf-8")
+
+
+def record_casts() -> None:
+    """Record a hang, an exception and the loss of a node."""
+    one = "elasticrun --standalone --nproc-per-node 4 --max-restarts 3 --warm auto"
+    record_cast(
+        "hang",
+        "A rank hangs: it is named, and the job goes on",
+        f"{one} --hang-timeout 2 train.py",
+        [(1, 151, "hung")],
+    )
+    record_cast(
+        "exception", "A rank raises an exception: no step is lost", f"{one} train.py", [(2, 151, "raised")]
+    )
+    with socket.create_server(("localhost", 0)) as free:
+        port = free.getsockname()[1]
+    nodes = f"elasticrun --nnodes 1:2 --rdzv-backend c10d --rdzv-endpoint localhost:{port}"
+    record_cast(
+        "node-lost",
+        "One of two nodes is lost: the other one goes on",
+        f"{nodes} --rdzv-conf is_host=1,last_call_timeout=2 --warm auto train.py",
+    )
+
+
+# --- restarts side by side ---
+
+STAMP = re.compile(r"stamp (?P<what>\w+) rank=\d+ step=(?P<step>\d+) ns=(?P<ns>\d+) pid=(?P<pid>\d+)")
+KILLED_IN = 65
+"""Step in which a worker is killed. The training saves a checkpoint every 25 steps."""
+PHASES = ("stop the others, start new workers", "import torch, build and load the model", "repeat lost steps")
+WITHOUT_KEEP = (
+    (r"\n +keep = Keep\(\*\*objects\)  # keep", ""),
+    (r"keep\.restore\(default=lambda: (.*)\)  # keep", r"\1"),
+    (r"\n +keep\.step\(step\)  # keep", ""),
+)
+"""What turns ``examples/keep/train.py`` into a script that knows only its checkpoint."""
+
+
+def record_restarts() -> None:
+    """Kill a worker under torchrun and elasticrun, and write how long the phases of the restart took in the
+    second fastest of three runs.
+    """
+    ours = [sys.executable, "-m", "elasticrs.launch"]
+    jobs: tuple[tuple[str, list[str], bool], ...] = (
+        ("torchrun", [str(Path(sys.executable).parent / "torchrun")], False),
+        ("elasticrs", ours, False),
+        ("elasticrs --warm", [*ours, "--warm", "auto"], False),
+        ("elasticrs --warm, Keep", [*ours, "--warm", "auto"], True),
+    )
+    rows = []
+    for name, launcher, keeps in jobs:
+        runs = sorted((_restart(launcher, keeps) for _ in range(3)), key=lambda run: run["ends"][-1])
+        rows.append({"name": name, **runs[1]})
+    (FOLDER / "restart.json").write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+
+
+def _restart(launcher: Sequence[str], keeps: bool) -> dict[str, Any]:
+    """Run a job in which one of four workers is killed. Return the seconds after the kill at which the phases
+    of the restart ended, and the number of steps that were lost.
+    """
+    script = (ROOT / "examples" / "keep" / "train.py").read_text(encoding="utf-8")
+    for pattern, replacement in () if keeps else WITHOUT_KEEP:
+        script, found = re.subn(pattern, replacement, script)
+        assert found == 1
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "train.py").write_text(script, encoding="utf-8")
+        command = [*launcher, "--standalone", "--nproc-per-node", "4", "--max-restarts", "1"]
+        command += ["train.py", "--stamps", "--steps", "120", "--accidents", f"kill:{KILLED_IN}"]
+        # With the variable, restarted workers of torchrun do not find the addresses of the attempt before.
+        variables = {"OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+        killed, started, stamps = 0, 0.0, []
+        environment = {**os.environ, **variables}
+        with subprocess.Popen(command, cwd=folder, env=environment, stdout=subprocess.PIPE, text=True) as job:
+            assert job.stdout is not None
+            for stamp in filter(None, map(STAMP.search, job.stdout)):
+                stamps.append(stamp)
+                killed = int(stamp["ns"]) if stamp["what"] == "kill" else killed
+                if killed and stamp["what"] == "continues":
+                    ticks = Path(f"/proc/{stamp['pid']}/stat").read_text().rpartition(")")[2].split()[19]
+                    started = max(started, int(ticks) / os.sysconf("SC_CLK_TCK"))
+        assert job.returncode == 0, command
+    later = [each for each in stamps if int(each["ns"]) > killed]
+    loaded = [each for each in later if each["what"] == "continues"]
+    new = [each for each in later if each["what"] == "ended" and int(each["step"]) == KILLED_IN]
+    ends = [started, *(max(int(each["ns"]) for each in some) / 1e9 for some in (loaded, new))]
+    lost = KILLED_IN - 1 - int(loaded[0]["step"])
+    return {"ends": [round(each - killed / 1e9, 3) for each in ends], "lost": lost}
+
+
+def draw_restarts(rows: Sequence[Mapping[str, Any]], theme: Theme) -> str:
+    """Draw the phases of the restarts as bars, one below the other."""
+    left, right, height, top = 190, 190, 34, 66
+    width = 840
+    scale = (width - left - right) / max(row["ends"][-1] for row in rows)
+    colours = (theme.accent, theme.faint, theme.bad)
+    style = f"text{{font:13px {SANS};fill:{theme.ink}}}.f{{fill:{theme.faint}}}.n{{font-weight:600}}"
+    bottom = top + height * len(rows)
+    body = [
+        f'<rect width="{width}" height="{bottom + 36}" rx="8" fill="{theme.paper}"/>',
+        '<text class="n" x="16" y="26">One of 4 workers is killed: until all train again</text>',
+    ]
+    for x, colour, phase in zip((16, 282, 572), colours, PHASES, strict=True):
+        body += [
+            f'<rect x="{x}" y="39" width="11" height="11" rx="2" fill="{colour}"/>',
+            f'<text class="f" x="{x + 17}" y="49">{phase}</text>',
+        ]
+    for number, row in enumerate(rows):
+        y = top + height * number
+        body.append(f'<text class="n" x="16" y="{y + 19}">{escape(row["name"])}</text>')
+        begin = 0.0
+        for end, colour in zip(row["ends"], colours, strict=True):
+            bar = f'<rect x="{left + begin * scale:.1f}" y="{y + 5}" width="{(end - begin) * scale:.1f}"'
+            body.append(f'{bar} height="20" fill="{colour}"/>')
+            begin = end
+        lost = f"{row['lost']} steps again" if row["lost"] else "no step again"
+        body.append(f'<text x="{left + begin * scale + 8:.1f}" y="{y + 19}">{_seconds(begin)}, {lost}</text>')
+    body.append(f'<path d="M{left} {top}V{bottom}" stroke="{theme.line}"/>')
+    note = "4 workers with DDP on 2 cores; a checkpoint every 25 steps, each of which takes some milliseconds"
+    body.append(f'<text class="f" x="{left}" y="{bottom + 20}">{note}</text>')
+    return svg(width, bottom + 36, "Restarts under torchrun and elasticrs, side by side", style, body)
+
+
+def _seconds(value: float) -> str:
+    return f"{value:.1f} s" if value >= 1 else f"{1000 * value:.0f} ms"
+
+
+# --- bars of the table of benchmarks ---
+
+BARS = (
+    "launch: last worker's first line",
+    "kill: SIGTERM in all siblings, p50",
+    "restart: last worker's first line",
+    "exit: launcher gone",
+    "tee: latency p50",
+    "idle: resident size",
+    "idle: CPU of one core",
+)
+"""Rows of the first table of ``docs/benchmarks.md``."""
+
+
+def figures() -> dict[str, tuple[str, str]]:
+    """Return the figures of torchrun and elasticrs in the first table of ``docs/benchmarks.md``, by row."""
+    page = (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8")
+    found: dict[str, tuple[str, str]] = {}
+    for line in page.splitlines():
+        cells = [cell.strip() for cell in line.split("|")[1:4]]
+        if len(cells) == 3 and cells[0] in BARS:
+            found.setdefault(cells[0], (cells[1], cells[2]))
+    return found
+
+
+def draw_bars(rows: Mapping[str, tuple[str, str]], theme: Theme) -> str:
+    """Draw two bars for each figure: that of torchrun in full length, and that of elasticrs in proportion."""
+    left, right, width, height, top = 290, 110, 840, 46, 44
+    bottom = top + height * len(rows)
+    style = f"text{{font:13px {SANS};fill:{theme.ink}}}.f{{fill:{theme.faint}}}.n{{font-weight:600}}"
+    body = [
+        f'<rect width="{width}" height="{bottom + 8}" rx="8" fill="{theme.paper}"/>',
+        '<text class="n" x="16" y="26">torchrun 2.15 and elasticrs, shorter is better</text>',
+    ]
+    for number, (name, (theirs, ours)) in enumerate(rows.items()):
+        y = top + height * number
+        body.append(f'<text x="16" y="{y + 24}">{escape(name)}</text>')
+        ratio = float(ours.split()[0]) / float(theirs.split()[0])
+        bars = ((0, 1.0, theme.faint, f"torchrun {theirs}"), (18, ratio, theme.accent, f"elasticrs {ours}"))
+        for below, share, colour, label in bars:
+            size = max(2.0, share * (width - left - right - 20))
+            bar = f'<rect x="{left}" y="{y + 4 + below}" width="{size:.1f}" height="15" rx="2"'
+            body.append(f'{bar} fill="{colour}"/>')
+            body.append(f'<text class="f" x="{left + size + 8:.1f}" y="{y + 16 + below}">{label}</text>')
+    return svg(width, bottom + 8, "Figures of torchrun and elasticrs", style, body)
+
+
+def main() -> None:
+    """Draw the pictures, and record the runs before if the option says so."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--record", action="store_true", help="run the jobs, and replace their records")
+    arguments = parser.parse_args()
+    FOLDER.mkdir(exist_ok=True)
+    if arguments.record:
+        record_casts()
+        record_restarts()
+    for name, text in pictures().items():
+        (FOLDER / name).write_text(text, encoding="utf-8")
+
+
+def pictures() -> dict[str, str]:
+    """Draw all pictures. Return them by the names of their files."""
+    drawn = {}
+    for theme in (LIGHT, DARK):
+        for path in sorted(FOLDER.glob("*.cast")):
+            drawn[f"{path.stem}-{theme.name}.svg"] = draw_cast(read_cast(path.stem), theme)
+        rows = json.loads((FOLDER / "restart.json").read_text(encoding="utf-8"))
+        drawn[f"restart-{theme.name}.svg"] = draw_restarts(rows, theme)
+        drawn[f"benchmarks-{theme.name}.svg"] = draw_bars(figures(), theme)
+    return drawn
+
+
+if __name__ == "__main__":
+    main()
