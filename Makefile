@@ -56,7 +56,7 @@ ifeq ($(wildcard $(EXTENSION)),)
 REBUILD := force
 endif
 
-.PHONY: help setup build demo demo-keep demo-train demo-hang demo-etcd demo-multinode check nightly test test-rust test-python test-gpu attack soak soak-store soak-train interop lint lint-rust lint-python collect docs bench wheel release try-release rebuild clean force
+.PHONY: help setup build demo demo-keep demo-train demo-hang demo-etcd demo-multinode check nightly test test-rust test-python test-gpu attack soak soak-store soak-train interop lint lint-rust lint-python collect docs pictures bench wheel release try-release rebuild clean force
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -192,6 +192,9 @@ collect: build
 
 docs: build ## the documentation site in site/; a warning, a broken link or an outside resource is an error
 	@$(PY) tools/docs.py
+
+pictures: build ## record jobs in a terminal, time restarts, and draw the pictures in docs/pictures anew
+	@PATH="$(CURDIR)/$(VENV)/bin:$$PATH" $(PY) tools/pictures.py --record
 
 bench: build ## measure side by side with torchrun; results go to benchmarks/results
 	@PATH="$(CURDIR)/$(VENV)/bin:$$PATH" $(PY) -m benchmarks $(BENCH)

@@ -1,7 +1,7 @@
 """Configuration of Sphinx for the documentation site, which `make docs` builds.
 
 The pages are the Markdown files that are also read in the repository. Only the pages in `docs/api` contain
-directives of Sphinx. The navigation is the list at the end of README.md.
+directives of Sphinx. The navigation is the list at the end of README.md, and the lists of two index pages.
 """
 
 import importlib
@@ -41,6 +41,9 @@ napoleon_numpy_docstring = False
 # List attributes in a class's own section, because separate entries would describe dataclass fields twice.
 napoleon_use_ivar = True
 
+# Keep quotes and dashes as they are written, because options begin with two dashes.
+smartquotes = False
+
 html_theme = "furo"
 html_title = f"elasticrs {version}"
 html_copy_source = False
@@ -58,12 +61,15 @@ def load_names(_app: Sphinx) -> None:
 
 
 def add_navigation(_app: Sphinx, page: str, source: list[str]) -> None:
-    """Add a hidden table of contents to README.md for each line of its list of pages, such as
-    ``- Guides: [hangs](docs/hangs.md) · [logs](docs/logs.md)``.
+    """Add a hidden table of contents to README.md and to the index pages, for each line of their lists of
+    pages, such as ``- Use it: [hangs](docs/hangs.md) · [logs](docs/logs.md)``.
     """
-    if page != root_doc:
+    if page == root_doc:
+        _, _, pages = source[0].partition("\n## Documentation\n")
+    elif page.endswith("/index"):
+        pages = source[0]
+    else:
         return
-    _, _, pages = source[0].partition("\n## Documentation\n")
     for entry in re.findall(r"^- (.*(?:\n  .*)*)", pages, re.MULTILINE):
         caption = entry.partition(":")[0]
         links = re.findall(r"\[([^]]+)\]\(([^)#]+)\.md\)", entry)
@@ -71,6 +77,21 @@ def add_navigation(_app: Sphinx, page: str, source: list[str]) -> None:
         options = (":hidden:", ":titlesonly:", f":caption: {caption}")
         lines = ("", "```{toctree}", *options, "", *titles, "```", "")
         source[0] += "\n".join(lines)
+
+
+def show_pictures(_app: Sphinx, _page: str, source: list[str]) -> None:
+    """Replace each ``<picture>``, which is for GitHub, with two images, one for each theme of the site."""
+
+    def images_of(picture: re.Match[str]) -> str:
+        dark, text, light = picture.groups()
+        variants = (("light", light), ("dark", dark))
+        return "\n".join(
+            f"```{{image}} {file}\n:class: only-{on}\n:alt: {text}\n```" for on, file in variants
+        )
+
+    source[0] = re.sub(
+        r'<picture>\n.*srcset="(.*)">\n.*alt="(.*)" src="(.*)">\n</picture>', images_of, source[0]
+    )
 
 
 def remove_links_to_folders(app: Sphinx, page: str, source: list[str]) -> None:
@@ -93,5 +114,6 @@ def setup(app: Sphinx) -> None:
     """Connect the functions above to Sphinx's events. Called by Sphinx."""
     app.connect("builder-inited", load_names)
     app.connect("source-read", add_navigation)
+    app.connect("source-read", show_pictures)
     app.connect("source-read", remove_links_to_folders)
     app.connect("build-finished", add_index)

@@ -183,11 +183,12 @@ def record_cast(name: str, title: str, command: str, accidents: Sequence[tuple[i
         while select.select([primary], [], [], 120)[0]:
             try:
                 text = os.read(primary, 1 << 16).decode(errors="replace")
+                text = text.replace(f"{folder}/", "").replace(f"{ROOT}/", "")
             except OSError:  # the terminal is closed on the other side
                 break
             output.append([round(time.monotonic() - begin, 3), "o", text])
             if other is None and "have joined" in text:
-                second = shlex.split(command.replace("is_host=1", "is_host=0"))
+                second = shlex.split(command.replace("is_host=1", "is_host=0").replace("-rank 0", "-rank 1"))
                 quiet = subprocess.DEVNULL
                 other = subprocess.Popen(second, cwd=folder, env=environment, stdout=quiet, stderr=quiet)
             if other is not None and "step 100" in text:
@@ -229,7 +230,7 @@ def record_casts() -> None:
     record_cast(
         "node-lost",
         "One of two nodes is lost: the other one goes on",
-        f"{nodes} --rdzv-conf is_host=1,last_call_timeout=2 --warm auto train.py",
+        f"{nodes} --node-rank 0 --rdzv-conf is_host=1,last_call_timeout=5 --warm auto train.py",
     )
 
 

@@ -52,8 +52,8 @@ def test_the_tutorial_commands_succeed_fail_and_restart_as_described(launch, scr
     assert epochs(job)[resumed - EPOCHS :] == list(range(resumed, EPOCHS))
 
 
-def test_the_quick_start_of_the_readme_runs(launch, tmp_path):
-    text = (DOCS.parent / "README.md").read_text()
+def test_the_hello_program_of_the_installation_runs(launch, tmp_path):
+    text = (DOCS / "install.md").read_text()
     script = tmp_path / "hello.py"
     script.write_text(re.search(r"```python\n(.*?)```", text, re.DOTALL)[1])
     (command,) = re.findall(r"^\$ elasticrun (.*) hello\.py$", text, re.MULTILINE)

@@ -1,0 +1,87 @@
+"""The pictures in docs/pictures show what the records of real runs say. The program still says the same."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from tools import pictures
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def program():
+    """The source code of the package, with messages in one piece."""
+    files = sorted((ROOT / "python/elasticrs").rglob("*.py"))
+    text = "\n".join(file.read_text(encoding="utf-8") for file in files)
+    return re.sub(r'"\s*\n\s*f?"', "", text)
+
+
+def test_each_picture_is_the_one_that_its_records_give():
+    drawn = pictures.pictures()
+    assert {path.name for path in pictures.FOLDER.glob("*.svg")} == set(drawn)
+    assert [name for name, text in drawn.items() if (pictures.FOLDER / name).read_text("utf-8") != text] == []
+    assert max(len(text) for text in drawn.values()) < 150_000
+
+
+@pytest.fixture(params=["exception", "hang", "node-lost"])
+def cast(request):
+    return pictures.read_cast(request.param)
+
+
+def shown(cast):
+    return "\n".join(line for _, line in pictures.lines_of(cast))
+
+
+def events(cast, name):
+    return [each for each in cast[0]["events"] if each["name"] == name]
+
+
+def test_recordings_show_the_times_and_steps_of_their_events(cast):
+    assert cast[0]["exit_code"] == 0
+    restarts = [
+        each["metadata"] for each in events(cast, "attempt running") if each["metadata"]["agent_restarts"]
+    ]
+    for metadata in restarts:
+        about = json.loads(metadata["metadata"])
+        assert f"{metadata['duration_ms']:.1f} ms after the failure was seen" in shown(cast)
+        assert f"can continue at step {about['kept']['step']}" in shown(cast)
+    for hang in events(cast, "worker hung"):
+        assert json.loads(hang["metadata"]["metadata"])["message"] in shown(cast)
+    assert restarts or "lost" in shown(cast)
+
+
+def test_the_recording_of_a_hang_has_one():
+    assert len(events(pictures.read_cast("hang"), "worker hung")) == 1
+
+
+MESSAGES = {
+    "exception": (
+        "side effects",
+        "failure was seen",
+        "copied at the failure",
+    ),
+    "hang": ("keeps the other ranks waiting", "did not enter it", "no heartbeat"),
+    "node-lost": ("was lost", "stopping the workers of round", "no restart charged", "the job can continue"),
+}
+"""Pieces of the messages in the recordings, without figures and names, which differ between runs."""
+
+
+@pytest.mark.parametrize(("name", "message"), [(name, each) for name in MESSAGES for each in MESSAGES[name]])
+def test_the_program_still_says_what_a_recording_shows(name, message, program):
+    assert message in shown(pictures.read_cast(name))
+    assert message in program
+
+
+def test_the_bars_show_rows_of_the_page_of_benchmarks():
+    assert list(pictures.figures()) == list(pictures.BARS)
+
+
+def test_the_bars_of_restarts_show_the_recorded_times():
+    rows = json.loads((pictures.FOLDER / "restart.json").read_text(encoding="utf-8"))
+    text = pictures.draw_restarts(rows, pictures.LIGHT)
+    for row in rows:
+        assert row["ends"] == sorted(row["ends"])
+        assert row["name"] in text
+        assert (f"{row['lost']} steps again" if row["lost"] else "no step again") in text
