@@ -18,12 +18,13 @@ from elasticrs._engine.inside.keep.file import KeepFile
 from elasticrs._engine.inside.keep.layout import Head
 from elasticrs._engine.workers.keep_files import KeepFiles
 from elasticrs._engine.workers.plan import MemoryFiles
+from helpers import procs
 
 LIMIT = 60
 """Seconds after which a test gives up."""
 
 FORKING = """
-import json, os, signal, socket, sys, torch
+import gc, json, os, signal, socket, sys, torch
 torch.set_num_threads(1)
 from elasticrs import Keep
 import elasticrs._engine.inside.keep.keeper, numpy
@@ -31,6 +32,8 @@ weight = torch.nn.Parameter(torch.zeros(1))
 weight.grad = torch.zeros(1)
 torch.optim.AdamW([weight]).step()  # Imports more.
 requests = socket.socket(fileno=int(sys.argv[1]))
+gc.collect(); gc.freeze()  # The end of a fork would visit all of torch's objects several times.
+requests.send(b"ready")
 ended = None
 while True:
     message, files, _, _ = socket.recv_fds(requests, 65536, 3)
@@ -68,10 +71,13 @@ class Programs:
 
     def __init__(self) -> None:
         self._socket, end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._socket.settimeout(LIMIT)
+        self._socket.settimeout(2 * LIMIT)
         command = [sys.executable, "-c", FORKING, str(end.fileno())]
         self._process = subprocess.Popen(command, pass_fds=[end.fileno()], stdin=subprocess.DEVNULL)
+        procs.bystanders.add(self._process.pid)
         end.close()
+        assert self._socket.recv(64) == b"ready"
+        self._socket.settimeout(LIMIT)
 
     def start(self, names: dict[str, str], files: list[int]) -> int:
         """Start a worker with variables, and files for commands, answers and errors. Return its pid."""
@@ -88,6 +94,7 @@ class Programs:
     def close(self) -> None:
         self._socket.close()
         self._process.wait(LIMIT)
+        procs.bystanders.discard(self._process.pid)
 
 
 @contextmanager
@@ -261,9 +268,9 @@ class Worker:
         self._said.close()
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def programs() -> Iterator[Programs]:
-    """Yield the process that has imported torch, and forks the workers of a file of tests."""
+    """Yield the process that has imported torch, and forks the workers of all tests."""
     with closing(Programs()) as made:
         yield made
 

@@ -5,6 +5,7 @@ was given and does what it is asked there, until the other side closes. A proces
 bindings keep the GIL while they wait.
 """
 
+import gc
 import os
 import random
 import signal
@@ -135,6 +136,7 @@ def check(found, expected):
 def main(address):
     # Let the kernel reap the children, because this process does not wait for them.
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    gc.freeze()
     for _ in iter(sys.stdin.readline, ""):
         if os.fork() == 0:
             with Client(address, "AF_UNIX") as connection:

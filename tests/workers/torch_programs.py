@@ -5,6 +5,7 @@ them by a line: an order to run a program by its exit code, an order to start a 
 order to import a module by ``True``.
 """
 
+import gc
 import json
 import os
 import sys
@@ -65,11 +66,14 @@ def start(order):
         return int(file.read())
 
 
+gc.collect()
+gc.freeze()  # Garbage collection in a fork would copy all pages with torch's objects.
 print("torch is there", flush=True)
 for line in sys.stdin:
     order = json.loads(line)
     if "import" in order:
         print(bool(__import__(order["import"])), flush=True)
+        gc.freeze()
         continue
     if "cwd" in order:
         print(start(order), flush=True)

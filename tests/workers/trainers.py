@@ -4,6 +4,7 @@ Takes one JSON object per line: {"name", "url", "loop", ...}; trainers tell thei
 """
 
 import faulthandler
+import gc
 import json
 import os
 import select
@@ -92,6 +93,7 @@ def main():
         while children:
             os.waitpid(children.pop(), 0)
 
+    gc.freeze()
     for line in sys.stdin:
         order = json.loads(line)
         if "end" in order:
