@@ -24,7 +24,7 @@ LIMIT = 60
 """Seconds after which a test gives up."""
 
 FORKING = """
-import gc, json, os, signal, socket, sys, torch
+import atexit, gc, json, os, signal, socket, sys, threading, torch
 torch.set_num_threads(1)
 from elasticrs import Keep
 import elasticrs._engine.inside.keep.keeper, numpy
@@ -32,7 +32,8 @@ weight = torch.nn.Parameter(torch.zeros(1))
 weight.grad = torch.zeros(1)
 torch.optim.AdamW([weight]).step()  # Imports more.
 requests = socket.socket(fileno=int(sys.argv[1]))
-gc.collect(); gc.freeze()  # The end of a fork would visit all of torch's objects several times.
+gc.collect()
+gc.freeze()
 requests.send(b"ready")
 ended = None
 while True:
@@ -55,13 +56,25 @@ commands, answers, errors = files
 os.dup2(errors, 2)
 os.close(errors)
 answers = os.fdopen(answers, "w", buffering=1)
-for line in os.fdopen(commands):
-    code = json.loads(line)
-    try:
-        result = eval(compile(code, "<test>", "eval"), globals())
-    except SyntaxError:
-        result = exec(compile(code, "<test>", "exec"), globals())
-    answers.write(json.dumps(result, default=repr) + "\\n")
+exit_code, has_whole_end = 0, False
+try:
+    for line in os.fdopen(commands):
+        code = json.loads(line)
+        try:
+            result = eval(compile(code, "<test>", "eval"), globals())
+        except SyntaxError:
+            result = exec(compile(code, "<test>", "exec"), globals())
+        answers.write(json.dumps(result, default=repr) + "\\n")
+except BaseException:
+    sys.excepthook(*sys.exc_info())
+    exit_code = 1
+if has_whole_end:
+    gc.unfreeze()
+    sys.exit(exit_code)
+# Do what the interpreter does first at its end. The rest, for all objects of torch, takes a second.
+threading._shutdown()
+atexit._run_exitfuncs()
+os._exit(exit_code)
 """
 """Program that imports torch once, and forks workers, which run the lines that they are given."""
 

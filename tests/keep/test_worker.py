@@ -98,6 +98,7 @@ class Plain(torch.optim.Optimizer):
         worker.run("train(4); train(5)")
         assert step_of(agent) == 5
         assert agent.order(name) == Answer.KEPT
+        worker.run("has_whole_end = True")
         assert worker.end() == (0, "")
         assert agent.notice() == ["keep", "left"]
 
