@@ -36,6 +36,23 @@ IN_STEP = """
             os.write(1, b"BEGUN\\n")
 """
 
+HEARTBEATS = """
+    from elasticrs.timer import heartbeat
+
+    def act(signum, _frame):
+        wishes.append("stop" if signum == signal.SIGTERM else "save")
+
+    wishes = []
+    signal.signal(signal.SIGTERM, act)
+    signal.signal(signal.SIGUSR1, act)
+
+    def checkpoint_requested():
+        heartbeat(step)
+        return wishes.pop() if wishes else ""
+"""
+BEATS = IN_STEP.replace("    from elasticrs import checkpoint_requested\n", HEARTBEATS)
+"""The same program with handlers of its own for the signals. It sends a heartbeat in each step."""
+
 
 @pytest.fixture
 def job(launch, worker_script, tmp_path):
@@ -59,8 +76,9 @@ def acted(launched, count):
     return found
 
 
-def test_all_ranks_are_asked_in_the_same_step_to_save_and_to_stop(job):
-    launched = job(IN_STEP)
+@pytest.mark.parametrize("source", [IN_STEP, BEATS], ids=["checkpoint_requested", "heartbeat"])
+def test_all_ranks_are_asked_in_the_same_step_to_save_and_to_stop(job, source):
+    launched = job(source)
     for number in range(1, 6):
         launched.signal(signal.SIGUSR1)
         acted(launched, 2 * number)
@@ -69,8 +87,8 @@ def test_all_ranks_are_asked_in_the_same_step_to_save_and_to_stop(job):
     found = acted(launched, 12)
     assert found["0"] == found["1"]
     assert [wish for _, wish in found["0"]] == ["save"] * 5 + ["stop"]
-    last = found["0"][-1][0]
-    says(launched.stderr, "SIGTERM reaches all ranks after optimizer step", last)
+    last = int(found["0"][-1][0]) - (source is BEATS)
+    says(launched.stderr, "SIGTERM reaches all ranks after optimizer step", str(last))
 
 
 PAUSE = """

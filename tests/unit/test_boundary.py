@@ -49,7 +49,7 @@ def when_ready(words, act):
 def test_the_program_handles_the_signal_when_it_has_come(words, handled):
     handler = signal.getsignal(signal.SIGUSR1)
     thread = when_ready(words, lambda: os.kill(os.getpid(), signal.SIGUSR1))
-    _Boundary(None).reach(words, 7, is_start=True)
+    _Boundary().reach(words, 7, is_start=True)
     thread.join()
     assert handled == [signal.SIGUSR1]
     assert signal.getsignal(signal.SIGUSR1) is handler
@@ -58,7 +58,7 @@ def test_the_program_handles_the_signal_when_it_has_come(words, handled):
 @pytest.mark.parametrize("change", [(Agreed.STATE, AgreedState.NONE), (Agreed.NUMBER, 4), (Agreed.UNTIL, 0)])
 def test_a_worker_goes_on_without_a_signal_if_the_agent_says_so(words, handled, change):
     thread = when_ready(words, lambda: words.__setitem__(*change))
-    _Boundary(None).reach(words, 7, is_start=True)
+    _Boundary().reach(words, 7, is_start=True)
     thread.join()
     assert handled == []
 
@@ -66,12 +66,12 @@ def test_a_worker_goes_on_without_a_signal_if_the_agent_says_so(words, handled, 
 def test_a_worker_without_a_handler_goes_on_soon_after_the_signal_was_sent(words):
     words[Agreed.SIGNAL] = signal.SIGCHLD
     thread = when_ready(words, lambda: words.__setitem__(Agreed.STATE, AgreedState.SENT))
-    _Boundary(None).reach(words, 7, is_start=True)
+    _Boundary().reach(words, 7, is_start=True)
     thread.join()
 
 
 def test_a_worker_does_not_wait_at_other_steps_nor_twice(words, handled):
-    one = _Boundary(None)
+    one = _Boundary()
     one.reach(words, 6, is_start=True)
     assert (words[Agreed.READY], words[Agreed.MISSED]) == (0, 0)
     one.reach(words, 8, is_start=True)
@@ -83,12 +83,15 @@ def test_a_worker_does_not_wait_at_other_steps_nor_twice(words, handled):
 def test_a_worker_gives_up_a_choice_that_is_not_made(words, monkeypatch):
     monkeypatch.setattr(boundary, "_CHOICE_LIMIT_NS", 1)
     words[Agreed.STATE] = AgreedState.WAIT
-    _Boundary(None).reach(words, 7)
+    _Boundary().reach(words, 7)
     assert words[Agreed.MISSED] == 3
 
 
 class Optimizers:
     """Stands in for the module with torch's optimizers."""
+
+    def __init__(self):
+        self.Optimizer = type("Optimizer", (), {"zero_grad": lambda _self: None})
 
     def register_optimizer_step_post_hook(self, hook):
         self.on_step = hook
@@ -97,7 +100,10 @@ class Optimizers:
 @pytest.fixture
 def counted(words, monkeypatch, handled):
     """A stand-in for torch's module of optimizers. The number of their steps is written into ``words``."""
-    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(compiler=SimpleNamespace(is_compiling=bool)))
+    torch = SimpleNamespace(
+        compiler=SimpleNamespace(is_compiling=bool), cuda=SimpleNamespace(is_initialized=bool)
+    )
+    monkeypatch.setitem(sys.modules, "torch", torch)
     monkeypatch.setenv("ELASTICRS_KEEP", "a file")
     monkeypatch.setattr(boundary, "_map_words", lambda: words)
     monkeypatch.setattr(boundary, "_calls", None)
@@ -126,6 +132,57 @@ def test_a_program_that_asks_in_each_step_names_the_steps_itself(words, counted)
         counted.on_step(optimizer, (), {})
         assert boundary.checkpoint_requested() == ""
     assert words[Agreed.STEPS] == 100
+
+
+def test_zero_grad_counts_until_a_step_of_an_optimizer_is_seen(words, counted):
+    kind = counted.Optimizer
+    first, second, original = kind(), kind(), kind.zero_grad.__wrapped__
+    for _ in range(4):
+        first.zero_grad()
+    assert words[Agreed.STEPS] == 3
+    counted.on_step(second, (), {})
+    assert (words[Agreed.STEPS], kind.zero_grad) == (1, original)
+
+
+def test_zero_grad_of_several_optimizers_without_data_loaders_does_not_count(words, counted):
+    first, second = counted.Optimizer(), counted.Optimizer()
+    for optimizer in (first, first, second, first, second, first):
+        optimizer.zero_grad()
+    assert words[Agreed.STEPS] == 0
+
+
+@pytest.mark.parametrize("is_after_batch", [True, False])
+def test_after_zero_grad_the_next_step_begins_when_a_batch_is_taken(
+    words, counted, monkeypatch, is_after_batch
+):
+    kind = type("_BaseDataLoaderIter", (), {"__next__": lambda _self: None})
+    monkeypatch.setitem(sys.modules, "torch.utils.data.dataloader", SimpleNamespace(_BaseDataLoaderIter=kind))
+    loader, optimizers = kind(), [counted.Optimizer() for _ in range(2)]
+    words[Agreed.STEP], words[Agreed.UNTIL] = 3, 0
+    words[Agreed.STATE] = AgreedState.ACT
+    parts = [lambda: next(loader), *[each.zero_grad for each in optimizers]]
+    places = []
+    for step in range(1, 7):
+        for number, part in enumerate(parts if is_after_batch else parts[1:] + parts[:1]):
+            part()
+            if words[Agreed.READY] and not places:
+                places.append((step, number))
+    # The third step has ended with the fourth call of zero_grad, as the first call may come before all steps.
+    assert places == [(5, 0) if is_after_batch else (4, 2)]
+    assert words[Agreed.MISSED] == 0
+
+
+def test_heartbeats_with_a_step_number_count_until_a_step_of_an_optimizer_is_seen(words, counted):
+    ended = []
+    beat = boundary.follow_heartbeats(lambda: ended.append(True))
+    optimizer = counted.Optimizer()
+    for _ in range(4):
+        beat()
+        optimizer.zero_grad()
+    assert (words[Agreed.STEPS], ended) == (3, [])
+    counted.on_step(optimizer, (), {})
+    assert (words[Agreed.STEPS], ended) == (1, [True])
+    assert boundary.follow_heartbeats(lambda: None) is None
 
 
 @pytest.mark.parametrize("is_initialized", [True, False])

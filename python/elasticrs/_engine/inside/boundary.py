@@ -8,6 +8,10 @@ step that no rank has passed. All ranks go on to that step, and stop once more a
 because a script's own counters, schedulers and data loaders are consistent there. Each rank writes into its
 file that it has stopped, and waits for the signal.
 
+A compiler can hide the steps of an optimizer from torch's hooks, and a program may use other optimizers. As
+long as no step was seen, other calls are counted instead, which a program makes once in each step:
+``heartbeat(step)`` or ``optimizer.zero_grad()``.
+
 - **STEP-1** a rank never waits longer than the limits in this module and in the file.
 - **STEP-2** a problem here never fails the training. Without the file, the signal comes at any moment.
 - **STEP-3** forked children of a worker count no steps, and do not write to the file of their parent.
@@ -104,8 +108,7 @@ def follow_steps(optimizers: Any, beat: Callable[[int | None], None] | None) -> 
 
     import torch
 
-    global _boundary  # noqa: PLW0603 -- one for each process
-    _boundary = boundary = _Boundary(optimizers)
+    boundary = _the_boundary()
     steps, state = Agreed.STEPS, Agreed.STATE
     count = due = counted = 0
     first: object = None
@@ -121,6 +124,7 @@ def follow_steps(optimizers: Any, beat: Callable[[int | None], None] | None) -> 
         if not counted:
             counted, first = id(optimizer), ref(optimizer, forget)
             boundary.counted = counted
+            boundary.count_with(None)
             return True
         has_others = True
         boundary.others.add(id(optimizer))
@@ -157,12 +161,37 @@ def follow_steps(optimizers: Any, beat: Callable[[int | None], None] | None) -> 
         nonlocal words, due
         words, due = _private_words(), _NEVER
 
-    boundary.detach = detach
     register(on_step)
     os.register_at_fork(after_in_child=detach)
+    boundary.await_optimizers(optimizers, detach)
+
+
+def follow_heartbeats(stop: Callable[[], None]) -> Callable[[], None] | None:
+    """Count heartbeats with a step number as training steps, as long as no step of an optimizer was seen.
+
+    Args:
+        stop: function that is called when such heartbeats need not be counted any more.
+
+    Returns:
+        Function to call at each such heartbeat; ``None`` if there is no need to count them.
+    """
+    boundary = _the_boundary()
+    if boundary.counted or boundary.names_steps or layout.VARIABLE not in os.environ:
+        return None
+    counter = _Counter(boundary, -1)
+    counter.undo.append(stop)
+    boundary.count_with(counter)
+    return counter.count
 
 
 _boundary: _Boundary | None = None
+
+
+def _the_boundary() -> _Boundary:
+    global _boundary  # noqa: PLW0603 -- one for each process
+    if _boundary is None:
+        _boundary = _Boundary()
+    return _boundary
 
 
 class _Boundary:
@@ -176,10 +205,17 @@ class _Boundary:
             of these optimizers have made a step again.
         tries: number of attempts that are left to open the file that the worker shares with its agent.
         detach: function that ends the counting of the optimizers' steps.
+        optimizers: module ``torch.optim.optimizer``; ``None`` before its import.
+        names_steps: true if the program calls :func:`checkpoint_requested`, whose calls are counted.
+        substitute: counter of the calls that are counted as long as no step of an optimizer was seen.
+        begins_at_forward: true if a step may begin with the forward pass of a module.
     """
 
-    def __init__(self, optimizers: Any) -> None:
-        self._optimizers = optimizers
+    def __init__(self) -> None:
+        self.optimizers: Any = None
+        self.names_steps = False
+        self.substitute: _Counter | None = None
+        self.begins_at_forward = True
         self.counted = 0
         self.others: set[int] = set()
         self.awaited: set[int] = set()
@@ -190,6 +226,23 @@ class _Boundary:
         self._measured_ns = 0
         self.tries = _TRIES
         self.detach: Callable[[], object] = int
+
+    def await_optimizers(self, optimizers: Any, detach: Callable[[], object]) -> None:
+        """Count other calls until an optimizer makes a step. ``detach`` ends the counting of these steps."""
+        self.optimizers, self.detach = optimizers, detach
+        if self.names_steps:
+            detach()
+        elif self.substitute is None:
+            self.count_with(_ZeroGrads(self, optimizers.Optimizer))
+
+    def count_with(self, substitute: _Counter | None) -> None:
+        """Count calls with ``substitute`` from now on; ``None`` to count the steps of an optimizer."""
+        if self.names_steps:
+            return
+        if self.substitute is not None:
+            self.substitute.end()
+        self.substitute = substitute
+        self.begins_at_forward, self._measured = True, 0
 
     def map_again(self, words: memoryview, step: int) -> memoryview:
         """Return the words (8-byte numbers) of the file that this worker shares with its agent. If the file
@@ -248,7 +301,6 @@ class _Boundary:
         from a data loader, calls a module, or steps the counted optimizer again, whichever comes first.
         """
         self._thread = get_ident()
-        from torch.nn.modules.module import register_module_forward_pre_hook
 
         def on_forward(_module: object, _args: object) -> None:
             self._begin(words, number)
@@ -256,25 +308,15 @@ class _Boundary:
         def before_step(optimizer: object, _args: object, _kwargs: object) -> None:
             self._begin(words, number, is_last=id(optimizer) == self.counted)
 
-        self._ignore_warning()
-        self._undo.append(register_module_forward_pre_hook(on_forward).remove)
-        self._undo.append(self._optimizers.register_optimizer_step_pre_hook(before_step).remove)
-        loaders: Any = sys.modules.get("torch.utils.data.dataloader")
-        kind = getattr(loaders, "_BaseDataLoaderIter", None)
-        if kind is None:
-            return
-        original = kind.__next__
+        if self.begins_at_forward:
+            from torch.nn.modules.module import register_module_forward_pre_hook
 
-        def take(iterator: object) -> Any:
-            self._begin(words, number)
-            return original(iterator)
-
-        def restore() -> None:
-            if kind.__next__ is take:
-                kind.__next__ = original
-
-        kind.__next__ = take
-        self._undo.append(restore)
+            self._ignore_warning()
+            self._undo.append(register_module_forward_pre_hook(on_forward).remove)
+        if self.substitute is None:
+            self._undo.append(self.optimizers.register_optimizer_step_pre_hook(before_step).remove)
+        if (restore := _before_load(lambda: self._begin(words, number))) is not None:
+            self._undo.append(restore)
 
     def _ignore_warning(self) -> None:
         """Suppress a warning of torch's compiled modules about hooks for all modules. The warning does not
@@ -292,6 +334,12 @@ class _Boundary:
 
         self._undo.append(remove)
 
+    def miss(self, words: memoryview) -> None:
+        """If this rank was to stop at the start of a step that it has not noticed, tell the agent so."""
+        if self._undo:
+            self._disarm()
+            words[Agreed.MISSED] = self._done
+
     def _disarm(self) -> None:
         while self._undo:
             self._undo.pop()()
@@ -303,6 +351,28 @@ class _Boundary:
         if self._undo and get_ident() == self._thread and (is_last or self.awaited <= self.others):
             self._disarm()
             _Stop(words, number).wait()
+
+
+def _before_load(act: Callable[[], None]) -> Callable[[], None] | None:
+    """Have ``act`` called each time before a batch is taken from a data loader of torch. Return the function
+    that ends that; ``None`` if the program has not imported the data loaders.
+    """
+    loaders: Any = sys.modules.get("torch.utils.data.dataloader")
+    kind = getattr(loaders, "_BaseDataLoaderIter", None)
+    if kind is None:
+        return None
+    original = kind.__next__
+
+    def take(iterator: object) -> Any:
+        act()
+        return original(iterator)
+
+    def restore() -> None:
+        if kind.__next__ is take:
+            kind.__next__ = original
+
+    kind.__next__ = take
+    return restore
 
 
 class _Stop:
@@ -358,24 +428,117 @@ def _is_main_thread() -> bool:
     return get_native_id() == os.getpid()
 
 
-class _Calls:
+class _Counter:
+    """Counts calls that a program makes once in each step, instead of the steps of an optimizer.
+
+    Args:
+        boundary: the boundary of two steps in this process.
+        count: number of steps that have ended before the first call: -1 if that call may come before a step.
+
+    Attributes:
+        undo: functions to call when the calls are not counted any more.
+    """
+
+    def __init__(self, boundary: _Boundary, count: int) -> None:
+        self._boundary, self._count, self._due = boundary, count, 0
+        self._words = _map_words() or _private_words()
+        self.undo: list[Callable[[], None]] = []
+        os.register_at_fork(after_in_child=self._detach)
+
+    def _detach(self) -> None:
+        self._words, self._boundary.tries = _private_words(), 0
+
+    def end(self) -> None:
+        """Count no more calls."""
+        while self.undo:
+            self.undo.pop()()
+        self._words[Agreed.STEPS] = 0
+        self._words = _private_words()
+
+    def count(self, *, is_start: bool = True) -> None:
+        """Note that a step has ended. ``is_start``: true if the next step begins right here."""
+        self._count += 1
+        count = self._count
+        if count < 1:
+            return
+        if count >= self._due:
+            self._words = self._boundary.map_again(self._words, count)
+            self._due = self._boundary.measure(self._words, count)
+        words = self._words
+        words[Agreed.STEPS] = count
+        if words[Agreed.STATE]:
+            self._boundary.reach(words, count, is_start=is_start)
+
+
+class _ZeroGrads(_Counter):
+    """Counts the calls of ``zero_grad`` of the first optimizer on which a program calls it. They are counted
+    as long as no step of an optimizer is seen.
+
+    A program may call ``zero_grad`` at the start of a step, when it already has the batch, or at the end. So
+    if it uses data loaders, the next step begins when it takes a batch. If not, the next step begins with the
+    forward pass of a module. In a step with several optimizers, this is not the first forward pass, so their
+    steps are not counted without a data loader.
+    """
+
+    def __init__(self, boundary: _Boundary, kind: Any) -> None:
+        super().__init__(boundary, -1)
+        self._first: Callable[[], object] = lambda: None
+        self._has_loaded = self._awaits_load = False
+        from functools import wraps
+
+        original = kind.zero_grad
+
+        @wraps(original)
+        def zero_grad(optimizer: object, *args: Any, **kwargs: Any) -> None:
+            original(optimizer, *args, **kwargs)
+            self._note(optimizer)
+
+        def restore() -> None:
+            if kind.zero_grad is zero_grad:
+                kind.zero_grad = original
+
+        # Keep torch's compiler from following this call, as it does not follow the original one.
+        zero_grad._torchdynamo_disable = True  # type: ignore[attr-defined]
+        kind.zero_grad = zero_grad
+        self.undo.append(restore)
+
+    def _note(self, optimizer: object) -> None:
+        if not self.undo:
+            return  # A program that has stored the function still calls it.
+        if not self._awaits_load and (restore := _before_load(self._note_load)) is not None:
+            self._awaits_load = True
+            self.undo.append(restore)
+        if self._first() is None:
+            from weakref import ref
+
+            self._first = ref(optimizer)
+        if self._first() is optimizer:
+            self._boundary.miss(self._words)
+            self._boundary.begins_at_forward = not self._has_loaded
+            self.count(is_start=False)
+        elif self._count > 0 and not self._has_loaded:
+            self._boundary.count_with(None)
+
+    def _note_load(self) -> None:
+        self._has_loaded = True
+
+
+class _Calls(_Counter):
     """Counts the calls of :func:`checkpoint_requested` in this process as steps, and finds their answers."""
 
     def __init__(self) -> None:
         import signal
 
-        self._boundary, self._count = _boundary or _Boundary(None), 0
-        self._boundary.detach()
-        self._words = _map_words() or _private_words()
+        boundary = _the_boundary()
+        super().__init__(boundary, 0)
+        boundary.detach()
+        boundary.count_with(self)
+        boundary.names_steps = True
         self._wish = ""
-        os.register_at_fork(after_in_child=self._detach)
         if layout.VARIABLE in os.environ and _is_main_thread():
             for signum in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
                 if signal.getsignal(signum) == signal.SIG_DFL:
                     signal.signal(signum, self._note)
-
-    def _detach(self) -> None:
-        self._words, self._boundary.tries = _private_words(), 0
 
     def _note(self, signum: int, _frame: FrameType | None) -> None:
         from signal import SIGTERM
@@ -383,13 +546,7 @@ class _Calls:
         self._wish = "stop" if signum == SIGTERM else self._wish or "save"
 
     def next(self) -> str:
-        boundary = self._boundary
-        words = self._words = boundary.map_again(self._words, self._count)
-        self._count += 1
-        words[Agreed.STEPS] = self._count
-        boundary.measure(words, self._count)
-        if words[Agreed.STATE]:
-            boundary.reach(words, self._count, is_start=True)
+        self.count()
         wish, self._wish = self._wish, ""
         return wish
 

@@ -13,6 +13,7 @@ from time import monotonic_ns
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from types import TracebackType
     from typing import Protocol
 
@@ -32,6 +33,8 @@ _AUTOMATIC = 2**62
 _words: memoryview | None = None
 _automatic: memoryview | None = None
 """Page for the automatic heartbeats of optimizer steps, used until the program sends its own heartbeats."""
+_count_step: Callable[[], None] | None = None
+"""Function that counts a heartbeat with a step number as a training step, if no optimizer's step was seen."""
 _count = 0
 _mark = 1
 """Lowest bit of a heartbeat's timestamp: 1 if the heartbeat ends a step, 0 if it ends a part of a section."""
@@ -62,6 +65,8 @@ def _heartbeat(step: int | None = None, across_restarts: bool = False) -> None:
     words[_COUNT] = _count
     if step is not None:
         words[_STEP] = step + 1 | _GLOBAL if across_restarts else step + 1
+        if _count_step is not None and step >= 0:
+            _count_step()
 
 
 class Section:
@@ -145,11 +150,20 @@ def heartbeat_unless_given(before: int) -> int:
 
 
 def _attach() -> memoryview:
-    global _words  # noqa: PLW0603 -- the page of this process
+    global _words, _count_step  # noqa: PLW0603 -- the page of this process
     _words = words = _take_page()
     # From now on, the program reports its own step numbers, so drop the count of optimizer steps.
     words[_STEP] = 0
+    if "ELASTICRS_KEEP" in os.environ:
+        from elasticrs._engine.inside.boundary import follow_heartbeats
+
+        _count_step = follow_heartbeats(_count_no_steps)
     return words
+
+
+def _count_no_steps() -> None:
+    global _count_step  # noqa: PLW0603 -- as above
+    _count_step = None
 
 
 def _take_page() -> memoryview:
@@ -201,8 +215,8 @@ def _detach() -> None:
 
 def start_afresh() -> None:
     """Discard inherited heartbeat state, because a forked worker shares a page of its own with the agent."""
-    global _words, _automatic, _count, _mark
-    _words, _automatic, _count, _mark = None, None, 0, 1
+    global _words, _automatic, _count_step, _count, _mark
+    _words, _automatic, _count_step, _count, _mark = None, None, None, 0, 1
 
 
 def _page(variable: str) -> memoryview | None:
