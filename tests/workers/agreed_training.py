@@ -1,6 +1,8 @@
 """A training whose script handles signals as usual scripts do, without a line for elasticrs.
 
 Usage: ``agreed_training.py LOOP HANDLER [FOLDER]`` as the program of a job. ``LOOP``: how a step is made.
+With ``compiled`` and ``compiled_first``, torch does not report the steps of the optimizer, which come before
+or after ``zero_grad``. With ``own``, the optimizer is not torch's, and the loop sends heartbeats.
 ``HANDLER``: what the script does on SIGUSR1 and, with ``FOLDER``, on SIGTERM:
 
 - ``note``: the handler prints step, place in the loop, and digest of the state that a save would have.
@@ -26,6 +28,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset
+
+from elasticrs.timer import heartbeat
 
 LOOP, HANDLER = sys.argv[1:3]
 FOLDER = Path(sys.argv[3]) if len(sys.argv) > 3 else None
@@ -66,6 +70,9 @@ class Training:
         if FOLDER and (FOLDER / "checkpoint").exists():
             self.load(torch.load(FOLDER / "checkpoint"))
         self.start = self.step
+        self.steps = self.optimizers[0].step
+        if LOOP.startswith("compiled"):
+            self.steps = torch.compile(self.steps, backend="eager")
         self.models = [DistributedDataParallel(net) for net in self.nets]
         self.jitter = random.Random(os.getpid())
 
@@ -96,6 +103,8 @@ class Training:
     def train(self, batches):
         for batch in batches:
             self.place = "work"
+            if LOOP == "own":
+                heartbeat(self.step)
             select.select([], [], [], 0.001 + self.jitter.random() * 0.004)
             self.make_step(batch)
             self.step += 1
@@ -136,11 +145,21 @@ class Training:
             self.scaler.scale((model(batch) - batch).pow(2).mean()).backward()
             self.scaler.step(optimizer)
             self.scaler.update()
-        else:
+        elif LOOP == "own":
             (model(batch) - batch).pow(2).mean().backward()
-            optimizer.step()
-        optimizer.zero_grad()
-        if LOOP != "scaled":
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.sub_(0.01 * parameter.grad)
+                    parameter.grad = None
+            return
+        else:
+            if LOOP == "compiled_first":
+                optimizer.zero_grad()
+            (model(batch) - batch).pow(2).mean().backward()
+            self.steps()
+        if LOOP != "compiled_first":
+            optimizer.zero_grad()
+        if LOOP in ("plain", "accumulation", "gan"):
             self.scheduler.step()
 
 
