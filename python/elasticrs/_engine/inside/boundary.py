@@ -56,6 +56,7 @@ _TRIES = 20
 """Number of times that a worker tries again to open the file that it shares with its agent."""
 
 _TICK = 0.0001
+_STEPS, _STATE = Agreed.STEPS, Agreed.STATE
 
 
 def _map_words() -> memoryview | None:
@@ -109,7 +110,7 @@ def follow_steps(optimizers: Any, beat: Callable[[int | None], None] | None) -> 
     import torch
 
     boundary = _the_boundary()
-    steps, state = Agreed.STEPS, Agreed.STATE
+    steps, state = _STEPS, _STATE
     count = due = counted = 0
     first: object = None
     has_others = False
@@ -178,7 +179,7 @@ def follow_heartbeats(stop: Callable[[], None]) -> Callable[[], None] | None:
     boundary = _the_boundary()
     if boundary.counted or boundary.names_steps or layout.VARIABLE not in os.environ:
         return None
-    counter = _Counter(boundary, -1)
+    counter = _Counter(boundary, 0)
     counter.undo.append(stop)
     boundary.count_with(counter)
     return counter.count
@@ -433,14 +434,17 @@ class _Counter:
 
     Args:
         boundary: the boundary of two steps in this process.
-        count: number of steps that have ended before the first call: -1 if that call may come before a step.
+        first: number of steps that have ended at the first call: 0 if that call may come before a step.
 
     Attributes:
+        is_at_start: true if the calls come at the start of a step.
         undo: functions to call when the calls are not counted any more.
     """
 
-    def __init__(self, boundary: _Boundary, count: int) -> None:
-        self._boundary, self._count, self._due = boundary, count, 0
+    is_at_start = True
+
+    def __init__(self, boundary: _Boundary, first: int) -> None:
+        self._boundary, self._next, self._due = boundary, first, 0
         self._words = _map_words() or _private_words()
         self.undo: list[Callable[[], None]] = []
         os.register_at_fork(after_in_child=self._detach)
@@ -455,19 +459,21 @@ class _Counter:
         self._words[Agreed.STEPS] = 0
         self._words = _private_words()
 
-    def count(self, *, is_start: bool = True) -> None:
-        """Note that a step has ended. ``is_start``: true if the next step begins right here."""
-        self._count += 1
-        count = self._count
-        if count < 1:
-            return
-        if count >= self._due:
-            self._words = self._boundary.map_again(self._words, count)
-            self._due = self._boundary.measure(self._words, count)
+    def count(self) -> None:
+        """Count a call. This takes about 0.1 microseconds, because a program may call it often."""
+        step = self._next
+        self._next = step + 1
         words = self._words
-        words[Agreed.STEPS] = count
-        if words[Agreed.STATE]:
-            self._boundary.reach(words, count, is_start=is_start)
+        words[_STEPS] = step
+        if words[_STATE] or step >= self._due:
+            self._look(step)
+
+    def _look(self, step: int) -> None:
+        """Do what is due at a call, and wait if the agent asks for that."""
+        words = self._words = self._boundary.map_again(self._words, step)
+        self._due = self._boundary.measure(words, step)
+        if words[_STATE]:
+            self._boundary.reach(words, step, is_start=self.is_at_start)
 
 
 class _ZeroGrads(_Counter):
@@ -480,8 +486,10 @@ class _ZeroGrads(_Counter):
     steps are not counted without a data loader.
     """
 
+    is_at_start = False
+
     def __init__(self, boundary: _Boundary, kind: Any) -> None:
-        super().__init__(boundary, -1)
+        super().__init__(boundary, 0)
         self._first: Callable[[], object] = lambda: None
         self._has_loaded = self._awaits_load = False
         from functools import wraps
@@ -515,8 +523,8 @@ class _ZeroGrads(_Counter):
         if self._first() is optimizer:
             self._boundary.miss(self._words)
             self._boundary.begins_at_forward = not self._has_loaded
-            self.count(is_start=False)
-        elif self._count > 0 and not self._has_loaded:
+            self.count()
+        elif self._next > 1 and not self._has_loaded:
             self._boundary.count_with(None)
 
     def _note_load(self) -> None:
@@ -530,7 +538,7 @@ class _Calls(_Counter):
         import signal
 
         boundary = _the_boundary()
-        super().__init__(boundary, 0)
+        super().__init__(boundary, 1)
         boundary.detach()
         boundary.count_with(self)
         boundary.names_steps = True
