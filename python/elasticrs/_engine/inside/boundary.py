@@ -566,10 +566,10 @@ def checkpoint_requested() -> str:
     """Return whether to save a checkpoint now. Call this once in each step, at the same place on all ranks.
 
     All ranks get the same answer in the same step, also on several nodes, without a collective. Use this
-    function in training loops whose steps elasticrs cannot count, because the optimizer is compiled or is not
-    torch's. Use it also in programs that do not want to handle signals: if such a program has no handlers for
-    SIGTERM, SIGUSR1 and SIGUSR2, these signals only set the answer from the first call on, and do not end the
-    program. A call takes some microseconds.
+    function in training loops whose steps elasticrs cannot count, because they neither use torch's optimizers
+    nor send heartbeats. Use it also in programs that do not want to handle signals: if such a program has no
+    handlers for SIGTERM, SIGUSR1 and SIGUSR2, these signals only set the answer from the first call on, and
+    do not end the program. A call takes some microseconds.
 
     Returns:
         An empty text if nothing is requested. ``"save"`` to save a checkpoint and go on. ``"stop"`` to save a
