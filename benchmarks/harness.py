@@ -71,6 +71,9 @@ class Row(NamedTuple):
     is_bound: bool = False
     """It had not happened by then: the true value is larger, or there is none."""
 
+    span: tuple[float, float] | None = None
+    """Smallest and largest sample, if the table is to show them."""
+
 
 class Report(NamedTuple):
     """A line written by a worker."""
@@ -305,10 +308,25 @@ class Samples:
         self.add(launcher, limit)
 
     def rows(
-        self, name: str, unit: str, conditions: str, pick: Callable[[Sequence[float]], float] = median
+        self,
+        name: str,
+        unit: str,
+        conditions: str,
+        pick: Callable[[Sequence[float]], float] = median,
+        *,
+        has_span: bool = False,
     ) -> list[Row]:
         return [
-            Row(name, launcher, value, unit, conditions, len(values), value >= self._limit(launcher))
+            Row(
+                name,
+                launcher,
+                value,
+                unit,
+                conditions,
+                len(values),
+                value >= self._limit(launcher),
+                (min(values), max(values)) if has_span else None,
+            )
             for launcher, values in self._values.items()
             if values
             for value in [pick(values)]

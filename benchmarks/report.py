@@ -59,7 +59,8 @@ def table(rows: Sequence[Row], launchers: Sequence[str]) -> str:
 
 
 def _value(row: Row) -> str:
-    return f"{'> ' * row.is_bound}{_short(row.value)} {row.unit}".strip()
+    span = f" ({' to '.join(map(_short, row.span))})" if row.span else ""
+    return f"{'> ' * row.is_bound}{_short(row.value)} {row.unit}".strip() + span
 
 
 def _samples(rows: Sequence[Row]) -> str:

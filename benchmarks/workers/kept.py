@@ -1,9 +1,12 @@
 """Trains a model of 9 million parameters, and reports how it continues after a failure.
 
-Modes: ``train STEP FILE``: rank 1 kills itself in this step. A launcher that does not keep the state goes on
-from the file, a checkpoint of every 25 steps. Reported: `dies`; `from`, the step from which the training goes
-on; `restore`, the nanoseconds of that; `again`, when the interrupted step has ended. ``ends TENSORS`` reports
-the nanoseconds that `Keep` adds to a step; ``copies EVERY`` the share of the time for which copies block.
+Modes: ``kill STEP FILE`` and ``raise STEP FILE``: rank 1 kills itself, or raises an exception, in this step.
+A launcher that does not keep the state goes on from the file, a checkpoint of every 25 steps. Reported:
+`dies`; `from`, the step from which the training goes on; `restore`, the nanoseconds of that; `again`, when
+the interrupted step has ended. ``ends TENSORS`` reports the nanoseconds that `Keep` adds to a step. ``copies
+EVERY`` reports the share of the time for which periodic copies block (`blocked`), and the nanoseconds of a
+periodic copy with its checksum (`copy`), of a copy at the end of the process (`death`), and of copying the
+same tensors into memory that was written before (`memcpy`).
 """
 
 import os
@@ -19,6 +22,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from elasticrs import Keep
+from elasticrs._engine.inside.keep import keep_own
 from elasticrs._engine.inside.keep.layout import Head
 
 EVERY = 25
@@ -32,7 +36,7 @@ def make_model():
     return nn.Sequential(*layers)
 
 
-def train(kill_step, path):
+def train(how, last_step, path):
     dist.init_process_group("gloo")
     model = make_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
@@ -55,15 +59,17 @@ def train(kill_step, path):
     is_first = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
     while True:
         loss = ddp(torch.randn(4, WIDTH)).square().mean()
-        if is_first and step + 1 == kill_step and dist.get_rank() == 1:
+        if is_first and step + 1 == last_step and dist.get_rank() == 1:
             report("dies")
+            if how == "raise":
+                raise ValueError("a bad batch")
             os.kill(os.getpid(), signal.SIGKILL)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         step += 1
         keep.step(step)
-        if step == kill_step:
+        if step == last_step:
             report("again")
         if step % EVERY == 0 and dist.get_rank() == 0 and not is_kept:
             saved = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}
@@ -97,7 +103,7 @@ def ends(tensors, steps=200):
 
 
 def copies(every, steps=30):
-    """Report the share of the time for which periodic copies have blocked the training, in millionths."""
+    """Report what copies cost. The share of the time for which they block is reported in millionths."""
     model = make_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     keep = Keep(model=model, optimizer=optimizer, every=every)
@@ -117,11 +123,22 @@ def copies(every, steps=30):
     before = words[Head.BLOCKED_NS]
     spent = run(2 * every, 2 * every + steps)
     report("blocked", (words[Head.BLOCKED_NS] - before) * 1_000_000 // spent)
+    keep._keeper._copier.wait_until_complete(60)
+    report("copy", words[Head.LAST_NS])
+    run(2 * every + steps, 2 * every + steps + 1)
+    begin = time.monotonic_ns()
+    keep_own()
+    report("death", time.monotonic_ns() - begin)
+    tensors = [*model.parameters(), *(each for one in optimizer.state.values() for each in one.values())]
+    targets = [torch.zeros_like(each) for each in tensors]
+    begin = time.monotonic_ns()
+    torch._foreach_copy_(targets, tensors)
+    report("memcpy", time.monotonic_ns() - begin)
 
 
 mode, *arguments = sys.argv[1:]
 torch.set_num_threads(1)
-if mode == "train":
-    train(int(arguments[0]), arguments[1])
+if mode in ("kill", "raise"):
+    train(mode, int(arguments[0]), arguments[1])
 else:
     {"ends": ends, "copies": copies}[mode](int(arguments[0]))

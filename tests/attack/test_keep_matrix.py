@@ -84,7 +84,7 @@ KILLS = int(os.environ.get("ELASTICRS_KEEP_KILLS", "13"))
 """Number of kills for each variant."""
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [2, 3, 4, 8])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_random_kills_change_nothing(job, calm, variant, ranks, record_property):
     rng = random.Random(f"{variant} {ranks}")
