@@ -234,3 +234,38 @@ def test_a_scheduler_with_milestones_can_go_on_by_epochs(agent):
         assert worker.run("keep.restore()") == 2
         worker.run("scheduler.step(4)")
         assert worker.run("optimizer.param_groups[0]['lr']") == pytest.approx(0.0001)
+
+
+COMPILED = """
+torch.manual_seed(1)
+net = torch.nn.Sequential(torch.nn.Linear(300, 300), torch.nn.Dropout(0.5))
+optimizer = torch.optim.AdamW(net.parameters())
+keep = Keep(net=net, optimizer=optimizer)
+forward = torch.compile(net, backend="eager")
+change = torch.compile(optimizer.step, backend="eager")
+def train(step, is_announced=True):
+    optimizer.zero_grad(); forward(torch.randn(4, 300)).square().mean().backward()
+    if is_announced:
+        keep.before_change()
+    change(); keep.step(step)
+def picture(): return str([each.tolist() for each in (*net.parameters(), torch.rand(2))])
+"""
+
+
+def test_a_compiled_training_is_kept_if_it_announces_its_changes(agent):
+    agent.begin()
+    with agent.worker(preamble=COMPILED) as worker:
+        worker.run("keep.restore(); train(1); train(2); train(3)")
+        assert agent.order(agent.joined()) == Answer.KEPT
+        worker.kill()
+    agent.begin(step=3)
+    with agent.worker(preamble=COMPILED) as worker:
+        assert worker.run("keep.restore()") == 3
+        worker.run("train(4)")
+        found = worker.run("picture()")
+    agent.begin()
+    with agent.worker(preamble=COMPILED) as worker:
+        assert worker.run("train(1); train(2); train(3); train(4)") is None
+        assert worker.run("picture()") == found
+        worker.run("train(5, False); train(6, False)")
+        assert "call keep.before_change()" in worker.kill()[1]

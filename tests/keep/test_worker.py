@@ -568,6 +568,14 @@ OFF = {
         ["net.register_buffer('s', torch.eye(300).to_sparse())", "train(1)", "train(2)"],
         {},
     ),
+    "qint8": (
+        [
+            "import warnings; warnings.simplefilter('ignore')",
+            "few = torch.quantize_per_tensor(torch.rand(3), 0.1, 3, torch.qint8)",
+            "net.register_buffer('few', few); train(1); train(2)",
+        ],
+        {},
+    ),
     "values.a.0 has a": (
         ["train(1)", "import types; keep.values['a'] = [types.SimpleNamespace()]", "train(2)"],
         {},
