@@ -183,6 +183,7 @@ lint-python:
 	@$(PY) -m mypy.stubtest --concise --allowlist tools/stubtest-allowlist.txt elasticrs._core
 	@$(VENV)/bin/lint-imports --no-logo --no-cache >$(VENV)/imports.log || { cat $(VENV)/imports.log; exit 1; }
 	@$(PY) tools/picture.py --check
+	@$(PY) tools/reference.py --check
 	@$(PY) tools/circles.py
 	@$(PY) tools/check_tree.py
 

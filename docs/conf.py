@@ -8,8 +8,10 @@ import importlib
 import re
 import shutil
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
+from docutils import nodes
 from sphinx.application import Sphinx
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -47,6 +49,11 @@ smartquotes = False
 html_theme = "furo"
 html_title = f"elasticrs {version}"
 html_copy_source = False
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
+html_js_files = ["copy.js"]
+html_logo = html_favicon = "_static/logo.svg"
+html_show_copyright = False
 
 
 def load_names(_app: Sphinx) -> None:
@@ -94,6 +101,46 @@ def show_pictures(_app: Sphinx, _page: str, source: list[str]) -> None:
     )
 
 
+def add_index_entries(_app: Sphinx, page: str, source: list[str]) -> None:
+    """Add entries to the index of the site, because the search shows their pages first. The entries of an
+    option are its name and its variable. In other pages, ``<!-- index: exit code 93, SIGKILL -->`` adds some.
+    """
+
+    def directives(names: Iterable[str]) -> str:
+        return "".join(f"```{{index}} ! {name}\n```\n\n" for name in names)
+
+    if page == "docs/options":
+        source[0] = re.sub(
+            r"^### `(--[\w-]+)`\n\n.*\n\n.*$",
+            lambda found: directives([found[1], *re.findall(r"`(PET_\w+)`", found[0])]) + found[0],
+            source[0],
+            flags=re.MULTILINE,
+        )
+    source[0] = re.sub(
+        r"^<!-- index: (.*) -->$",
+        lambda found: directives(found[1].split(", ")),
+        source[0],
+        flags=re.MULTILINE,
+    )
+
+
+def label_cells(_app: Sphinx, document: nodes.document, _page: str) -> None:
+    """Put the title of its column into each cell of a table with three or more columns. The title is visible
+    on a phone, where each row becomes a card.
+    """
+    for table in document.findall(nodes.table):
+        titles = [
+            entry.astext() for head in table.findall(nodes.thead) for entry in head.findall(nodes.entry)
+        ]
+        if len(titles) < 3:
+            continue
+        table["classes"].append("cards")
+        for row in (row for body in table.findall(nodes.tbody) for row in body.findall(nodes.row)):
+            for title, entry in zip(titles, row.findall(nodes.entry), strict=True):
+                if title and entry.children:
+                    entry.children[0].insert(0, nodes.inline(text=title, classes=["label"]))
+
+
 def remove_links_to_folders(app: Sphinx, page: str, source: list[str]) -> None:
     """Replace links to folders with their text, because the site has no pages for folders."""
     folder = Path(app.env.doc2path(page)).parent
@@ -115,5 +162,7 @@ def setup(app: Sphinx) -> None:
     app.connect("builder-inited", load_names)
     app.connect("source-read", add_navigation)
     app.connect("source-read", show_pictures)
+    app.connect("source-read", add_index_entries)
+    app.connect("doctree-resolved", label_cells)
     app.connect("source-read", remove_links_to_folders)
     app.connect("build-finished", add_index)

@@ -7,12 +7,13 @@ and an anchor that exist, and a page may not load anything from another site.
 
 import importlib
 import inspect
+import json
 import re
 import shutil
 import subprocess
 import sys
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import NamedTuple
@@ -108,6 +109,37 @@ def undescribed(site: Path) -> Iterator[str]:
                     yield f"{page.relative_to(ROOT)}: {name}.{attribute} is missing"
 
 
+QUERIES = {
+    "--max-restarts": "docs/options",
+    "hang-timeout": "docs/options",
+    "PET_NNODES": "docs/options",
+    "exit code 93": "docs/failures",
+    "SIGKILL": "docs/troubleshooting",
+}
+"""Texts for which people search, and the page that the search has to show first."""
+
+
+def unfound(site: Path, queries: Mapping[str, str]) -> Iterator[str]:
+    """Yield a line for each query for which the search does not show the right page first.
+
+    The search compares the query with the entries of the index. An entry is a result if it contains the
+    query, and the query has at least half of its length. The nearer the lengths, the better is the result.
+    Results of other kinds come later.
+    """
+    text = (site / "searchindex.js").read_text(encoding="utf-8")
+    index = json.loads(text.removeprefix("Search.setIndex(").removesuffix(")"))
+    for query, expected in queries.items():
+        results = [
+            (len(query) / len(entry), index["docnames"][page])
+            for entry, places in index["indexentries"].items()
+            for page, _, is_main in places
+            if is_main and query.lower() in entry and len(query) >= len(entry) / 2
+        ]
+        best = {page for share, page in results if share == max(results)[0]}
+        if best != {expected}:
+            yield f"a search for {query} does not show {expected} first, but {sorted(best) or 'no entry'}"
+
+
 def build(site: Path) -> int:
     """Build the site and return Sphinx's exit code. Remove the old site first, because Sphinx does not update
     pages that refer to removed objects.
@@ -123,7 +155,7 @@ def main() -> int:
     """Build and check the site. Return the exit code."""
     if code := build(SITE):
         return code
-    found = [*problems(SITE), *undescribed(SITE)]
+    found = [*problems(SITE), *undescribed(SITE), *unfound(SITE, QUERIES)]
     print("\n".join(found or [f"open {(SITE / 'index.html').relative_to(ROOT)}"]))
     return 1 if found else 0
 

@@ -3,11 +3,14 @@ Docstrings refer only to existing names.
 """
 
 import re
+import shlex
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from tools import reference
 
-from elasticrs._engine.job.options import OPTIONS
+from elasticrs._engine.job.options import OPTIONS, TextRequested, parse
 from elasticrs._engine.nodes.transport import etcd_site
 from elasticrs._engine.nodes.transport.settings import KEYS
 
@@ -16,8 +19,6 @@ PAGES = {
     str(path.relative_to(ROOT)): path.read_text(encoding="utf-8")
     for path in (*ROOT.glob("*.md"), *sorted((ROOT / "docs").rglob("*.md")), ROOT / "examples/README.md")
 }
-SHORT = {"module": "-m", "redirects": "-r", "tee": "-t"}
-"""What the page of options calls them."""
 
 
 def without_code(page):
@@ -30,26 +31,17 @@ def anchors(page):
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-def test_the_options_page_names_exactly_the_existing_options():
-    lines = [line for line in PAGES["docs/options.md"].splitlines() if line.startswith("|")]
-    named = re.findall(r"--?[a-z][a-z-]*", "\n".join(re.split(r"(?<!\\)\|", line)[1] for line in lines))
-    assert set(named) == {SHORT.get(option.name, f"--{option.name}") for option in OPTIONS} - {
-        "--help",
-        "--version",
-    }
+def test_the_options_page_is_the_one_that_the_table_of_options_gives():
+    assert PAGES["docs/options.md"] == reference.page()
+    assert set(reference.MORE) == {option.name for option in OPTIONS}
 
 
-def test_numeric_defaults_on_the_options_page_match_the_options():
-    """The page shows a default in parentheses, at the end of the meaning: ``(10)`` or ``(10; 0: never)``."""
-    options = {f"--{option.name}": option for option in OPTIONS if type(option.default) in (int, float)}
-    rows = re.findall(r"^\| `(--[a-z-]+) [^|,]*`\s+\| (.*) \|$", PAGES["docs/options.md"], re.MULTILINE)
-    shown = {
-        name: float(found[1])
-        for name, meaning in rows
-        if name in options and (found := re.search(r"\((\d+)(?:; [^)]*)?\)", meaning))
-    }
-    assert len(shown) >= 5
-    assert shown == {name: options[name].default for name in shown}
+def test_the_examples_on_the_options_page_are_valid():
+    examples = re.findall(r"example: `([^`]+)`", PAGES["docs/options.md"])
+    assert len(examples) == sum(option.kind is not None for option in OPTIONS)
+    for example in examples:
+        with suppress(TextRequested):  # of --check and --print-completion
+            parse([*shlex.split(example), "train.py"], {})
 
 
 def test_the_metrics_page_names_exactly_the_served_prometheus_metrics():

@@ -2,11 +2,12 @@
 API reference describes every public name.
 """
 
+import json
 import re
 from pathlib import Path
 
 import pytest
-from tools.docs import problems
+from tools.docs import problems, unfound
 
 from elasticrs.rendezvous import TORCHS
 
@@ -96,3 +97,17 @@ def test_every_public_name_is_in_the_api_reference():
     missing = {(module, name) for module in modules for name in names_of(module) - described}
     assert len(modules) > 20
     assert not missing
+
+
+def test_a_query_is_found_if_the_best_entry_of_the_index_is_on_its_page(tmp_path):
+    entries = {
+        "--max-restarts": [[0, "index-0", True]],
+        "pet_max_restarts": [[0, "index-0", True]],
+        "--max-restarts of torchrun": [[1, "index-0", True]],
+        "sigkill": [[1, "index-1", False]],
+    }
+    index = {"docnames": ["options", "other"], "indexentries": entries}
+    (tmp_path / "searchindex.js").write_text(f"Search.setIndex({json.dumps(index)})")
+    assert list(unfound(tmp_path, {"--max-restarts": "options", "max-restarts": "options"})) == []
+    wrong = {"--max-restarts": "other", "SIGKILL": "other", "start": "options"}
+    assert [line.split()[3] for line in unfound(tmp_path, wrong)] == ["--max-restarts", "SIGKILL", "start"]

@@ -1,0 +1,165 @@
+"""Write the options into ``docs/options.md``, from the table of options from which ``--help`` is made, too.
+
+The text above the first option is written by hand and is kept. ``--check`` writes nothing. The exit code is
+then 1 if the page differs from the table.
+"""
+
+import re
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "python"))
+
+from elasticrs._engine.job.options import NEWER, OURS, SECTIONS, Option  # noqa: E402
+
+PAGE = ROOT / "docs" / "options.md"
+BEGIN = "<!-- Written by tools/reference.py. -->\n"
+
+
+class More(NamedTuple):
+    """What the page says about an option beyond its help.
+
+    Args:
+        example: a value for the example; empty for a flag.
+        text: further sentences in Markdown.
+        torchrun: what torchrun does otherwise, if it has the option.
+    """
+
+    example: str = ""
+    text: str = ""
+    torchrun: str = ""
+
+
+MORE = {
+    "nproc-per-node": More("gpu"),
+    "max-restarts": More(
+        "3/1h", "[Budgets and delays](failures.md#budgets-and-delays)", "counted by each node separately"
+    ),
+    "restart-delay": More("1s..5m", "[Budgets and delays](failures.md#budgets-and-delays)"),
+    "max-same-failures": More("5", "[What counts as equal](failures.md#progress)"),
+    "max-excluded-nodes": More("1", "0: none. [Unfit nodes](failures.md#unfit-nodes)"),
+    "fatal-exit-codes": More("3,40-49"),
+    "exit-codes": More("verdict", "[Exit codes](failures.md#exit-codes)"),
+    "node-check": More("nvml", "[Checks of a node](failures.md#checks-of-a-node)"),
+    "node-check-timeout": More("2m"),
+    "on-failure": More("replace", "[Train through failures](train.md)"),
+    "module": More(),
+    "no-python": More(),
+    "run-path": More(),
+    "start-method": More("fork"),
+    "warm": More("auto", "[Warm start](restarts.md#warm-start)"),
+    "warm-timeout": More("5m"),
+    "keep": More(text="[Keep the training state](keep.md)"),
+    "keep-memory": More("20G"),
+    "keep-grace": More("30s"),
+    "keep-peers": More(
+        "1", "[Survive the loss of a node](keep.md#survive-the-loss-of-a-node-with-sharded-state)"
+    ),
+    "keep-bandwidth": More("500M"),
+    "keep-save": More("kept", "[Go on in the next job](keep.md#go-on-in-the-next-job)"),
+    "role": More("trainer"),
+    "numa-binding": More("node"),
+    "virtual-local-rank": More(),
+    "nnodes": More("2:4", "[Several nodes](several-nodes.md)"),
+    "standalone": More(),
+    "rdzv-backend": More("c10d", "[Which store](several-nodes.md#which-store)"),
+    "rdzv-endpoint": More("node1:29400", "[Who hosts the store](several-nodes.md#who-hosts-the-store)"),
+    "rdzv-id": More("job42"),
+    "rdzv-conf": More(
+        "last_call_timeout=60",
+        "[All settings](several-nodes.md#settings)",
+        "ignores a key that it does not know",
+    ),
+    "node-rank": More("0"),
+    "master-addr": More("node1", "[Ranks that you assign](several-nodes.md#ranks-that-you-assign-static)"),
+    "master-port": More("29500"),
+    "local-addr": More("10.0.0.7"),
+    "no-scheduler": More(text="[Slurm, Kubernetes, Kubeflow](schedulers.md)"),
+    "drain": More("job"),
+    "exit-barrier-timeout": More("10m"),
+    "report": More("file:report.json", "[The report as JSON](failures.md#the-report-as-json)"),
+    "log-dir": More("logs", "[Logs](logs.md)"),
+    "redirects": More("3"),
+    "tee": More("3"),
+    "capture-stderr": More(),
+    "log-prefix": More("time", "[The launcher's own messages](design/logs.md#the-launchers-own-messages)"),
+    "local-ranks-filter": More("0"),
+    "log-line-prefix-template": More("'[rank ${rank}] '"),
+    "duplicate-stdout-filters": More("loss,accuracy"),
+    "duplicate-stderr-filters": More("Warning"),
+    "logs-specs": More("default"),
+    "signals-to-handle": More("SIGTERM,SIGINT"),
+    "signals-to-forward": More(
+        "USR1",
+        "A signal is held for a worker that has no handler yet. [Signals that are passed on]"
+        "(design/stopping.md#signals-that-are-passed-on)",
+    ),
+    "stop-scope": More("group", "[Whom a stop reaches](design/stopping.md#whom-a-stop-reaches)"),
+    "shutdown-timeout": More("2m", "[Stop and preempt](restarts.md#stop-and-preempt)", "whole seconds only"),
+    "exit-timeout": More(
+        "1m",
+        "[A worker that has raised](design/failure-report.md#a-worker-that-has-raised-and-does-not-end)",
+    ),
+    "linger": More("30s"),
+    "keep-descendants": More(),
+    "hang-timeout": More(
+        "10m",
+        "With `ELASTICRS_AUTO_HEARTBEAT=0`, steps of torch's optimizers are not heartbeats. "
+        "[Ranks that hang](hangs.md)",
+    ),
+    "hang-startup-timeout": More("30m"),
+    "hang-exit-timeout": More("1h"),
+    "health-check-port": More("8080", "[Metrics and health checks](metrics.md)"),
+    "health-check-host": More("0.0.0.0"),
+    "health-check-timeout": More("60"),
+    "event-log-handler": More("file:events.jsonl", "[Events](events.md)", "no handler `file:PATH`"),
+    "monitor-interval": More("1", torchrun="the interval of all polls"),
+    "check": More("torchrun train.py", "[Check a command line](switch.md#check-a-command-line)"),
+    "print-completion": More("bash"),
+    "use-env": More(),
+}
+
+
+def page() -> str:
+    """Return the whole page."""
+    by_hand, _, _ = PAGE.read_text(encoding="utf-8").partition(BEGIN)
+    lines = [f"{by_hand}{BEGIN}"]
+    for title, options in SECTIONS.items():
+        lines.append(f"## {title}\n")
+        lines += [entry(option) for option in options]
+    return "\n".join(lines)
+
+
+def entry(option: Option) -> str:
+    """Return the heading and the text of an option."""
+    more = MORE[option.name]
+    words = [f"-{option.short}, {option.flag}" if option.short else option.flag]
+    words += [option.kind.metavar] if option.kind else []
+    facts = [f"`{' '.join(words)}`"]
+    facts += [f"`{option.variable}`"] if option.has_variable else ["no variable"]
+    facts += [f"example: `{option.flag} {more.example}`"] if more.example else []
+    if option.group == OURS:
+        facts.append("only in torch's source code so far" if option.name in NEWER else "not in torchrun")
+    elif more.torchrun:
+        facts.append(f"torchrun: {more.torchrun}")
+    text = re.sub(r"(?<![\w`-])(--[a-z-]+)", r"`\1`", option.help)
+    text = re.sub(r"(\$\{\w+\})", r"`\1`", text)
+    sentences = f"{text[0].upper()}{text[1:]}." if text[0].islower() else f"{text}."
+    return f"### `{option.flag}`\n\n{sentences} {more.text}".rstrip() + f"\n\n{' · '.join(facts)}\n"
+
+
+def main() -> int:
+    """Write the page, or check it. Return the exit code."""
+    text = page()
+    if sys.argv[1:] != ["--check"]:
+        PAGE.write_text(text, encoding="utf-8")
+    elif PAGE.read_text(encoding="utf-8") != text:
+        print("docs/options.md differs from the table of options: run `.venv/bin/python tools/reference.py`")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
