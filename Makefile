@@ -56,7 +56,7 @@ ifeq ($(wildcard $(EXTENSION)),)
 REBUILD := force
 endif
 
-.PHONY: help setup build demo demo-keep demo-train demo-hang demo-etcd demo-multinode check nightly test test-rust test-python test-gpu attack soak soak-store soak-train interop lint lint-rust lint-python collect docs pictures bench wheel release try-release rebuild clean force
+.PHONY: help setup build demo demo-keep demo-train demo-hang demo-etcd demo-multinode check nightly test test-rust test-python test-gpu attack soak soak-store soak-train interop lint lint-rust lint-python collect docs pictures bench wheel release bump try-release rebuild clean force
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -205,6 +205,9 @@ wheel: ## sdist, wheel and `pip install .` of a clone, each launched in an empty
 
 release: ## sdist and wheels for x86-64 and arm64 with glibc 2.17, checked, with their checksums (needs no `make setup`)
 	@$(or $(PYTHON),python3) -m tools.release $(if $(TAG),--tag '$(TAG)')
+
+bump: ## set the version of the next release, and give the changelog its section: VERSION=1.2.3
+	@$(or $(PYTHON),python3) tools/bump.py '$(VERSION)'
 
 try-release: ## check the files of a release in dist/, and launch jobs from the wheels for this architecture; ALL=1: from all
 	@$(or $(PYTHON),python3) -m tools.release --only check $(if $(ALL),--all)

@@ -31,6 +31,12 @@ def anchors(page):
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
+def test_the_side_bar_has_at_most_35_links():
+    """Its links are those at the end of README.md. Pages listed in ``index.md`` are folded below them."""
+    _, _, pages = PAGES["README.md"].partition("\n## Documentation\n")
+    assert 20 < len(re.findall(r"\]\([^)]*\.md\)", pages)) <= 35
+
+
 def test_the_options_page_is_the_one_that_the_table_of_options_gives():
     assert PAGES["docs/options.md"] == reference.page()
     assert set(reference.MORE) == {option.name for option in OPTIONS}

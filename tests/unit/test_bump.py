@@ -1,0 +1,35 @@
+"""One command sets the version of a release in all files that contain it."""
+
+import re
+from pathlib import Path
+
+from tools.bump import bumped
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def changed_lines(name, text):
+    before = (ROOT / name).read_text("utf-8").splitlines()
+    return [(old, new) for old, new in zip(before, text.splitlines(), strict=True) if old != new]
+
+
+def test_a_bump_changes_the_version_of_our_packages_only():
+    texts = bumped(ROOT, "9.8.7", "2030-01-02")
+    assert [new for _, new in changed_lines("Cargo.toml", texts["Cargo.toml"])] == ['version = "9.8.7"']
+    (line,) = changed_lines("python/elasticrs/__init__.py", texts["python/elasticrs/__init__.py"])
+    assert line[1] == '__version__ = "9.8.7"'
+    lock = texts["Cargo.lock"]
+    ours = re.findall(r'^name = "(elasticrs.*)"\nversion = "(.*)"$', lock, re.MULTILINE)
+    members = {path.parent.name for path in ROOT.glob("crates/*/Cargo.toml")}
+    assert {name for name, _ in ours} >= members
+    assert {version for _, version in ours} == {"9.8.7"}
+    assert len(changed_lines("Cargo.lock", lock)) == len(ours)
+
+
+def test_a_bump_gives_the_changelog_a_section_once(tmp_path):
+    text = bumped(ROOT, "9.8.7", "2030-01-02")["CHANGELOG.md"]
+    assert "\n## [Unreleased]\n\n## [9.8.7] - 2030-01-02\n\n" in text
+    for name, content in bumped(ROOT, "9.8.7", "2030-01-02").items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(content)
+    assert bumped(tmp_path, "9.8.7", "2031-01-01")["CHANGELOG.md"] == text
