@@ -19,7 +19,7 @@ from pathlib import Path
 
 import pytest
 from helpers import procs
-from helpers.elasticctl import WAITS, sizes, socket_of, status_of
+from helpers.elasticctl import COUNTS, WAITS, sizes, socket_of, status_of
 from helpers.http_client import get_json, port_of
 from helpers.nodes import meeting
 from helpers.procs import wait_gone, wait_state, wait_until
@@ -75,15 +75,6 @@ def test_the_first_question_starts_the_server_and_only_the_user_can_reach_it(sta
     assert asked("stop")[0] == 0
     assert job.wait() == 1
     assert not any(sockets.iterdir())
-
-
-COUNTS = """
-import time
-from elasticrs._engine.inside.boundary import _map_words
-from elasticrs._engine.inside.keep.layout import Agreed
-words = _map_words()
-words[Agreed.STEPS], words[Agreed.TIME] = 1041, time.monotonic_ns()
-""" + WAITS  # fmt: skip
 
 
 def test_optimizer_steps_are_shown_without_a_hang_timeout(start, sockets, asked):

@@ -5,9 +5,11 @@ but each has a host name of its own.
 import json
 import os
 import re
+import signal
 
 import pytest
-from helpers.elasticctl import WAITS, sizes, status_of
+from helpers import ports
+from helpers.elasticctl import COUNTS, WAITS, sizes, status_of
 from helpers.nodes import meeting
 from helpers.procs import wait_until
 
@@ -30,7 +32,13 @@ class Nodes:
 
     def __init__(self, launch, sockets, nnodes, count, nproc, *command):
         self._launch, self._folder = launch, sockets
-        self._command = (*meeting(nnodes), f"--nproc-per-node={nproc}", "--shutdown-timeout=20", *command)
+        self._port = ports.free()
+        self._command = (
+            *meeting(nnodes, self._port),
+            f"--nproc-per-node={nproc}",
+            "--shutdown-timeout=20",
+            *command,
+        )
         self.agents = []
         for _ in range(count):
             self.start()
@@ -49,6 +57,10 @@ class Nodes:
         agent = self._launch(*self._command, env=env, prefix=command)
         self.agents.append(agent)
         return agent
+
+    def by_host(self):
+        """Return the agents: first the one that hosts the store in which they meet."""
+        return sorted(self.agents, key=lambda agent: not ports.listens(agent.pid, self._port))
 
 
 @pytest.fixture
@@ -126,3 +138,79 @@ def test_a_stop_is_told_as_a_stop_on_all_nodes(nodes, asked, tmp_path, options, 
         assert "verdict" not in agent.stderr
         assert "failed" not in agent.stderr
     assert json.loads((tmp_path / "report").read_text())["outcome"] == "stopped"
+
+
+def test_the_ranks_of_all_nodes_are_shown_while_somebody_asks(nodes, sockets, asked):
+    job = nodes("3", 3, source=COUNTS)
+    assert status_of(sockets, job.agents[0])["others"] == []
+    code, text = asked("status", f"--job={job.agents[0].pid}")
+    assert code == 0
+    assert ": running with 3 ranks on 3 nodes, step 1,041, " in text
+    hosts = {status_of(sockets, agent)["workers"][0]["rank"]: f"n{at}" for at, agent in enumerate(job.agents)}
+    rows = [line.split()[:2] for line in text.splitlines() if line[:1].isdecimal()]
+    assert rows == [[str(rank), hosts[rank]] for rank in range(3)]
+    told = json.loads(asked("status", "--json", f"--job={job.agents[0].pid}")[1])["others"]
+    assert [each["node"] for each in told] == [hosts[each["group_rank"]] for each in told]
+    # The agents of the other nodes have been asked a single time, because two seconds have not passed.
+    assert told[0]["age_seconds"] > 0
+    stopped = next(each for each in told if each["node"] == "n2")
+    agent = job.agents[2]
+    os.kill(stopped["workers"][0]["pid"], signal.SIGSTOP)
+    agent.wait_for_line(r"is stopped \(SIGSTOP\)", "stderr")
+    wait_until(
+        lambda: asked("status", f"--job={job.agents[0].pid}")[1],
+        lambda text: f"kill -CONT {stopped['workers'][0]['pid']} on n2 continues it" in text,
+    )
+    os.kill(stopped["workers"][0]["pid"], signal.SIGCONT)
+    assert asked("stop", "--now", f"--job={agent.pid}")[0] == 0
+    assert [agent.wait() for agent in job.agents] == [1, 1, 1]
+
+
+LOADS = """
+import os, signal
+from elasticrs._engine.inside.flight import answer_with_record
+
+def load():
+    os.write(1, f"here {os.environ['RANK']} {os.getpid()}.\\n".encode())
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
+    signal.sigwait([signal.SIGUSR1])
+
+if os.environ["RANK"] != "3":
+    answer_with_record()
+load()
+"""
+
+
+def test_the_stacks_of_all_nodes_are_merged(nodes, asked, monkeypatch):
+    job = nodes("2", 2, source=LOADS, nproc=2)
+    monkeypatch.setenv("PATH", "/nowhere")
+    monkeypatch.setattr("sys.executable", "/nowhere/python")
+    texts = {asked("stacks", f"--job={agent.pid}") for agent in job.agents}
+    for code, text in texts:
+        assert code == 0
+        assert re.search(r"^ranks 0-2  sigwait \(signal.py:\d+\) <- load \(worker.py:8\)", text), text
+    assert len(texts) == 2
+    assert any(
+        "rank 3: no answer; py-spy may see more if you run this command on n" in text for _, text in texts
+    )
+    assert asked("stop", "--now", f"--job={job.agents[0].pid}")[0] == 0
+    assert [agent.wait() for agent in job.agents] == [1, 1]
+
+
+@pytest.mark.slow
+def test_an_agent_that_does_not_answer_delays_no_command_for_long(nodes, sockets, asked):
+    job = nodes("3", 3, "--rdzv-conf=keep_alive_max_attempt=60", source=SAVES)
+    asker, silent, _ = job.by_host()
+    name = status_of(sockets, silent)["host"]
+    os.kill(silent.pid, signal.SIGSTOP)
+    code, text = asked("checkpoint", f"--job={asker.pid}")
+    assert (code, re.search(r"the node with group rank \d does not answer", text) is not None) == (1, True), (
+        text
+    )
+    code, text = asked("drain", name, f"--job={asker.pid}")
+    assert (code, f"no node {name!r} has answered" in text) == (2, True), text
+    code, text = asked("status", f"--job={asker.pid}")
+    assert (code, "and 1 rank of which other nodes have not told yet" in text) == (0, True), text
+    os.kill(silent.pid, signal.SIGCONT)
+    code, text = wait_until(lambda: asked("checkpoint", f"--job={asker.pid}"), lambda found: found[0] == 0)
+    assert [agent.wait() for agent in job.agents] == [0, 0, 0]

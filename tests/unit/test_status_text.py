@@ -49,6 +49,8 @@ def status(workers, **fields):
         "no_progress": None,
         "slowest": None,
         "last_failure": None,
+        "host": "n0",
+        "others": [],
         "log_folder": None,
         "has_log_files": False,
         "workers": workers,
@@ -105,6 +107,34 @@ def test_ranks_that_need_a_look_are_named(fields, expected):
     assert remarks(status(workers)) == ([] if expected is None else [expected])
 
 
+def test_ranks_of_other_nodes_are_shown_with_their_nodes():
+    told = {"node": "n1", "group_rank": 1, "age_seconds": 2.0}
+    others = [
+        {**told, "workers": [worker(2, progress={"step": 9, "counts": "keep", "age_seconds": 0.5})]},
+        {**told, "node": "n2", "workers": [worker(1, "PAUSED", 9)]},
+    ]
+    found = status([worker(0, step=12, age=4.0)], others=others, group={"world_size": 4, "workers": 4})
+    lines = ranks_table(found)
+    assert [line.split()[:2] for line in lines[:4]] == [
+        ["RANK", "NODE"],
+        ["0", "n0"],
+        ["1", "n2"],
+        ["2", "n1"],
+    ]
+    assert lines[3].endswith("9     2.5 s")
+    assert lines[4] == "and 1 rank of which other nodes have not told yet"
+    assert ", step 12, 0.5 s ago, " in sentence(found)
+    assert "rank 1: stopped by a signal; kill -CONT 101 on n2 continues it" in remarks(found)
+    many = {**told, "workers": [worker(rank) for rank in range(4, 30)]}
+    assert [
+        (node, len(ranks))
+        for node, ranks, _ in page({**found, "others": [many], "earlier_failures": []})["grid"]
+    ] == [
+        ("n0", 1),
+        ("n1", 26),
+    ]
+
+
 def test_a_failure_a_stuck_agent_and_missing_progress_are_told_in_the_order_of_their_weight():
     failure = {
         "rank": 3,
@@ -136,14 +166,15 @@ def test_the_log_folder_is_told_if_it_has_log_files(has_files):
 
 
 def test_of_many_ranks_the_most_urgent_are_in_the_table_and_all_have_a_letter():
+    group = {"world_size": 1, "workers": 0}
     workers = [worker(rank, step=100 - (rank < 20) * (30 - rank)) for rank in range(256)]
     workers[200] |= {"state": "EXITED", "exitcode": -9}
     workers[201]["state"] = "PAUSED"
-    lines = ranks_table(status(workers))
+    lines = ranks_table(status(workers, group=group))
     assert len(lines) == MAX_SHOWN + 2
     assert [line.split()[0] for line in lines[1:4]] == ["200", "201", "0"]
-    assert lines[-1] == "and 240 more ranks on this node"
-    assert ranks_table(status(workers[: MAX_SHOWN + 1]))[-1] == "and 1 more rank on this node"
+    assert lines[-1] == "and 240 more ranks"
+    assert ranks_table(status(workers[: MAX_SHOWN + 1], group=group))[-1] == "and 1 more rank"
     grid = letters(status(workers))
     assert "".join(line[7:] for line in grid[1:5]) == "b" * 20 + "." * 180 + "Fp" + "." * 54
     assert letters(status(workers[:MAX_SHOWN])) == []
@@ -215,11 +246,11 @@ def test_the_step_of_a_delivery_is_one_of_this_attempt():
 @pytest.mark.parametrize(
     ("others", "expected"),
     [
-        (1, "1 rank runs on another node, or has ended: "),
-        (2, "2 ranks run on other nodes, or have ended: "),
+        (1, "1 rank has ended, or its node "),
+        (2, "2 ranks have ended, or their node "),
     ],
 )
-def test_stacks_say_how_many_ranks_run_elsewhere(others, expected):
+def test_stacks_say_how_many_ranks_are_missing(others, expected):
     answer = {"message": "", "stacks": [], "silent": [], "has_py_spy": False}
     last = text({**answer, "ranks": 1, "world_size": 1 + others}, is_whole=False)[-1]
     assert last.startswith(expected)

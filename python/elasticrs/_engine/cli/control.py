@@ -78,7 +78,7 @@ def _parser() -> argparse.ArgumentParser:
     logs.add_argument("-r", "--rank", metavar="RANK", type=int, help="of this rank only")
     logs.add_argument("-n", "--lines", metavar="N", type=int, default=10, help="of each file (default: 10)")
     logs.add_argument("--events", action="store_true", help="the events of --event-log-handler file:PATH")
-    stacks = of_job("stacks", _stacks, "say where each rank of this node is, and who waits for whom")
+    stacks = of_job("stacks", _stacks, "say where each rank is, and who waits for whom")
     stacks.add_argument("--all", action="store_true", help="print whole stacks")
     stacks.add_argument("--json", action="store_true", help="print all of it as JSON")
     of_job("checkpoint", _checkpoint, "SIGUSR1 to all ranks after the same step, so that they save")
@@ -123,6 +123,7 @@ def _chosen(options: argparse.Namespace) -> tuple[Agent, dict[str, Any]]:
 
 def _status(options: argparse.Namespace) -> int:
     agent, status = _chosen(options)
+    status = agent.with_others(status)
     if options.watch:
         if not (sys.stdin.isatty() and sys.stdout.isatty()):
             raise Problem(USAGE, "--watch needs a terminal; --json is for programs")

@@ -76,6 +76,13 @@ class Agent(NamedTuple):
         except (OSError, ValueError, http.client.HTTPException) as error:
             raise Problem(FAILED, f"{self.title}: no answer from the agent: {_why(error)}") from None
 
+    def with_others(self, status: dict[str, Any]) -> dict[str, Any]:
+        """Return a status with the ranks of the other nodes, for which the agent asks them."""
+        if (status["group"] or {}).get("world_size", 1) == 1:
+            return status
+        (answer,) = self.ask({"do": "others"})
+        return {**status, "others": answer.get("others") or []}
+
     def ask(self, order: dict[str, Any], limit: float | None = None) -> Iterator[dict[str, Any]]:
         """Send an order to the agent, and iterate over the lines of its answer. Raise :class:`Problem` if a
         line does not come within ``limit`` seconds (by default :data:`ANSWER_LIMIT`).

@@ -35,7 +35,8 @@ def spied(answer: dict[str, Any]) -> dict[str, Any]:
     if py_spy is None:
         return answer
     found: dict[int, tuple[Frame, ...]] = {}
-    for each in answer["silent"][:MAX_SPIED]:
+    own = [each for each in answer["silent"] if each["node"] == answer["node"]]
+    for each in own[:MAX_SPIED]:
         # Do not let py-spy pause the process that it reads, because that process is at work.
         command = [py_spy, "dump", "--nonblocking", "--full-filenames", "--pid", str(each["pid"])]
         try:
@@ -44,8 +45,8 @@ def spied(answer: dict[str, Any]) -> dict[str, Any]:
             continue
         found[each["rank"]] = main_thread(done.stdout.decode("utf-8", "replace"))
     answer["silent"] = [each for each in answer["silent"] if not found.get(each["rank"])]
-    own = {rank: _frames(stack) for stack in answer["stacks"] for rank in stack["ranks"]}
-    answer["stacks"] = [stack._asdict() for stack in merge({**own, **found})]
+    told = {rank: _frames(stack) for stack in answer["stacks"] for rank in stack["ranks"]}
+    answer["stacks"] = [stack._asdict() for stack in merge({**told, **found})]
     return answer
 
 
@@ -66,24 +67,27 @@ def text(answer: dict[str, Any], *, is_whole: bool) -> list[str]:
             lines += [f'  File "{frame.file}", line {frame.line} in {frame.function}' for frame in frames]
         else:
             lines.append(f"{who.ljust(width)}  {chain(frames)}")
-    stuck = [each["rank"] for each in answer["silent"] if each["can_answer"]]
+    own = [each for each in answer["silent"] if each["node"] == answer["node"]]
+    stuck = [each["rank"] for each in own if each["can_answer"]]
     if stuck:
         spy = "py-spy could not read it" if answer["has_py_spy"] else "install py-spy to see it"
         lines.append(f"{_who(stuck)}: no answer within a second, so in C code that holds the GIL; {spy}")
-    mute = [each["rank"] for each in answer["silent"] if not each["can_answer"]]
+    mute = [each["rank"] for each in own if not each["can_answer"]]
     if mute:
         spy = "py-spy could not read it either" if answer["has_py_spy"] else "install py-spy to see it"
         lines.append(
             f"{_who(mute)}: nothing in it can answer, because it has not imported torch.optim; {spy}"
         )
+    elsewhere: dict[str, list[int]] = {}
+    for each in answer["silent"]:
+        if each["node"] != answer["node"]:
+            elsewhere.setdefault(printable(str(each["node"])), []).append(each["rank"])
+    for node, ranks in elsewhere.items():
+        lines.append(f"{_who(ranks)}: no answer; py-spy may see more if you run this command on {node}")
     if answer["ranks"] < answer["world_size"]:
         others = answer["world_size"] - answer["ranks"]
-        who = (
-            f"{others} ranks run on other nodes, or have"
-            if others != 1
-            else "1 rank runs on another node, or has"
-        )
-        lines.append(f"{who} ended: run this command there, too")
+        who = f"{others} ranks have ended, or their" if others != 1 else "1 rank has ended, or its"
+        lines.append(f"{who} node does not answer")
     return lines
 
 

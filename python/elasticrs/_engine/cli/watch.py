@@ -31,7 +31,7 @@ _PERIOD = 1.0
 _LOG_LINES = 5
 _KEYS = " t stacks  l logs  r restart  s stop  h help  q quit "
 _HELP = [
-    "t  where each rank of this node is, and who waits for whom",
+    "t  where each rank is, and who waits for whom",
     "l  the last lines of the workers' log files",
     "r  restart all workers of the job, after a question",
     "s  stop the job, after a question",
@@ -88,7 +88,7 @@ class Watch:
                         return
                     self._on_key(key)
                 else:
-                    self._status = self._agent.asked_again()
+                    self._status = self._agent.with_others(self._agent.asked_again())
 
     def _draw(self) -> None:
         width, height = os.get_terminal_size(sys.stdout.fileno())

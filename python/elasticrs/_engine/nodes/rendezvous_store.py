@@ -395,8 +395,9 @@ class RendezvousStore:
         return lost.message if todo is None else f"{lost.message}; {todo}"
 
     def send(self, request: Request) -> None:
-        if self._session is not None:
-            self._session.send(request)
+        """Send a request; do nothing without a session. Any thread may call this."""
+        if (session := self._session) is not None:
+            session.send(request)
 
     def is_needed(self) -> bool:
         if self._server is None:

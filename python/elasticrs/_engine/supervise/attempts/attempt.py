@@ -89,6 +89,7 @@ class Attempt(EventLog):
         self.delay = 0.0
         self.kept: Choice | None = None
         self.keep_files: KeepFiles | None = None
+        self.paused: set[int] = set()
 
     @property
     def world_size(self) -> int:
@@ -123,6 +124,7 @@ class Attempt(EventLog):
             self.round, self.restarts, self.plan, self.name, paths, replaces=True, files=self.files
         )
         self.restarts = restarts
+        self.paused.discard(local_rank)
         failed.append(Adopted(pids))
         for kind, own in self._take(local_rank):
             failed.append(own, kind)
@@ -311,6 +313,9 @@ class JobResult(Record):
         first_cause: first failure of the job, over all nodes, if it has several.
         clock: wall clock of the nodes' store, as estimated on this node.
         read_history: see :class:`.Decisions`; ``find_overdue``, ``shared_cause`` and ``node_names`` likewise.
+        ask_others: function that asks the other nodes for the states of their ranks, unless it has just done
+            so. Returns at once.
+        others: function that returns the last answers to that, one for each node.
         return_values: return values of the workers, by global rank.
         kept: the kept step from which another attempt of a failed job would go on, if workers use ``Keep``.
     """
@@ -331,6 +336,8 @@ class JobResult(Record):
     find_overdue: Callable[[], tuple[float, str | None]] = lambda: (0.0, None)
     shared_cause: Callable[[], Mapping[str, Any] | None] = lambda: None
     node_names: Callable[..., Sequence[str] | None] = lambda **_: None
+    ask_others: Callable[[], None] = lambda: None
+    others: Callable[[], list[dict[str, Any]]] = list
     return_values: dict[int, object] = fresh(factory=dict)
     kept: Choice | None = None
 

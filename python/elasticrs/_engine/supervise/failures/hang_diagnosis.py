@@ -12,6 +12,7 @@ import os
 import signal
 import stat
 import time
+from binascii import a2b_base64, b2a_base64
 from itertools import islice
 from typing import NamedTuple
 
@@ -26,10 +27,11 @@ from elasticrs._engine.failures.failure import (
 from elasticrs._engine.hangs.culprits import decide, decide_failure, shows_waiting
 from elasticrs._engine.hangs.diagnose import RankEvidence, observe, telling
 from elasticrs._engine.hangs.flight_record import MAX_BYTES, MAX_NAME, NoRecord
-from elasticrs._engine.hangs.node_evidence import encode
+from elasticrs._engine.hangs.node_evidence import decode, encode
 from elasticrs._engine.hangs.stacks import MAX_TEXT, Frame, abort, frame_of, merge, short, threads
 from elasticrs._engine.inside.flight import MAX_ENTRIES
 from elasticrs._engine.job.phrases import how_it_ended, printable, ranks_text
+from elasticrs._engine.job.value import Value
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -187,27 +189,70 @@ def facts_of_running(attempt: Attempt, seconds: float) -> list[RankFacts]:
         return _facts(attempt, has_stacks=False)
 
 
-def where_running(attempt: Attempt, seconds: float) -> dict[str, Any]:
-    """Return which code the ranks on this node are running, as fields of an answer to ``elasticctl``: the
-    ``stacks`` of their main threads (equal ones only once, with their ranks; innermost frame first), the
-    ranks that have not told their stack (``silent``), and which ranks wait for which (``message``). Block
-    for at most ``seconds``.
+class RunningRanks(Value):
+    """What the ranks of a node are doing, for ``elasticctl stacks``.
+
+    Args:
+        facts: flight records, and stacks of the main threads, of the ranks that have told them.
+        silent: fields about the ranks that have not told their stacks.
+        count: number of ranks that run on the node.
     """
+
+    facts: list[RankFacts]
+    silent: list[dict[str, Any]]
+    count: int
+
+    def encoded(self, nodes: int, world_size: int) -> dict[str, Any]:
+        """Return this as a JSON object, for the agent of another node."""
+        evidence = encode(self.facts, **limits(nodes, world_size)) or b""
+        return {
+            "evidence": b2a_base64(evidence, newline=False).decode(),
+            "silent": self.silent,
+            "count": self.count,
+        }
+
+    @staticmethod
+    def decoded(fields: Mapping[str, Any]) -> RunningRanks:
+        """Return what another node's agent has told. Without valid fields, this has no ranks."""
+        try:
+            facts, count = decode(a2b_base64(fields["evidence"])), int(fields["count"])
+            silent = [{name: each[name] for name in _SILENT} for each in fields["silent"]]
+        except (ValueError, TypeError, LookupError):
+            return RunningRanks([], [], 0)
+        return RunningRanks(facts, silent, count)
+
+
+_SILENT = ("rank", "pid", "can_answer", "node")
+
+
+def where_running(attempt: Attempt, seconds: float) -> RunningRanks:
+    """Find out what code the ranks of this node are running. Block for at most ``seconds``."""
     facts = facts_of_running(attempt, seconds)
     running = {attempt.global_ranks()[local_rank]: local_rank for local_rank in attempt.running()}
     silent = []
     for rank in sorted(running.keys() - {each.rank for each in facts if each.frames}):
         error_file = attempt.paths.error_files.get(running[rank], "")
         can_answer = bool(error_file) and os.path.lexists(flight_requests_file(error_file))
-        silent.append({"rank": rank, "pid": attempt.pids[running[rank]], "can_answer": can_answer})
-    diagnosis = _telling(attempt, facts)
+        values = (rank, attempt.pids[running[rank]], can_answer, os.uname().nodename)
+        silent.append(dict(zip(_SILENT, values, strict=True)))
+    return RunningRanks(facts, silent, len(running))
+
+
+def told_stacks(nodes: Sequence[RunningRanks], world_size: int) -> dict[str, Any]:
+    """Return the answer to ``elasticctl`` about what the ranks of these nodes are doing: the ``stacks`` of
+    their main threads (equal ones only once, with their ranks; innermost frame first), the ranks that have
+    not told their stack (``silent``), and which ranks wait for which (``message``).
+    """
+    facts = [each for node in nodes for each in node.facts]
+    diagnosis = telling(facts) if len(facts) == world_size else None
     stacks = merge({each.rank: each.frames for each in facts})
     return {
         "message": None if diagnosis is None else diagnosis.summary,
         "stacks": [{"ranks": stack.ranks, "frames": stack.frames} for stack in stacks],
-        "silent": silent,
-        "ranks": len(running),
-        "world_size": attempt.world_size,
+        "silent": [each for node in nodes for each in node.silent],
+        "ranks": sum(node.count for node in nodes),
+        "world_size": world_size,
+        "node": os.uname().nodename,
     }
 
 

@@ -71,7 +71,6 @@ class HealthObserver(Observer):
         self._ranks: dict[int, int | None] = {}
         self._result: JobResult | None = None
         self._shown_budget = 0, 0
-        self._paused: set[int] = set()
         self._last_failure: dict[str, Any] | None = None
         self._earlier_failures: deque[dict[str, Any]] = deque(maxlen=MAX_EARLIER_FAILURES)
         self._counted = 0
@@ -203,8 +202,7 @@ class HealthObserver(Observer):
         if self._budget() != self._shown_budget:
             self._publish()
 
-    def paused(self, local_rank: int, is_paused: bool) -> None:
-        (self._paused.add if is_paused else self._paused.discard)(local_rank)
+    def paused(self) -> None:
         self._publish()
 
     def ended(self, result: JobResult, error: BaseException | None) -> None:
@@ -227,7 +225,6 @@ class HealthObserver(Observer):
         self._result, self._attempt = result, result.attempts[-1]
         if self._is_asked:
             self._server.find_overdue = result.find_overdue
-        self._paused.clear()
         self._is_hang_counted = False
         self._no_progress = self._kept = None
         self._progress = {}
@@ -312,15 +309,8 @@ class HealthObserver(Observer):
 
     def _measure_progress(self, beats: Sequence[_core.Heartbeat]) -> None:
         """Read the workers' last training steps for a request of the status."""
-        attempt, before, now_ns = self._attempt, self._progress, time.monotonic_ns()
-        files = None if attempt is None else attempt.keep_files
-        last = {beat.local_rank: beat for beat in beats}
-        self._progress = {}
-        for local_rank in self._ranks if attempt is not None else ():
-            told = None if files is None else files.progress(local_rank)
-            shown = last_step(told, last.get(local_rank), now_ns)
-            if shown is not None:
-                self._progress[local_rank] = shown
+        before = self._progress
+        self._progress = {} if self._attempt is None else progress_of(self._attempt, beats)
         self._is_stale |= bool(before or self._progress)
 
     def _enter_state(self, state: _core.WorkersState) -> None:
@@ -355,6 +345,7 @@ class HealthObserver(Observer):
             "restarts_left": left,
             "group": None if attempt is None else _group(attempt),
             "workers": [] if attempt is None else self._workers(attempt),
+            "others": [] if self._result is None else self._result.others(),
             "slowest": _slowest(list(self._standings.values())),
             "no_progress": self._no_progress,
             "kept": self._kept,
@@ -394,21 +385,46 @@ class HealthObserver(Observer):
         return None if said is None or said.pid != pid else {"steps": said.steps, "rate": said.rate}
 
     def _workers(self, attempt: Attempt) -> list[dict[str, Any]]:
-        shown = []
-        for ranks, pid in zip(attempt.plan.ranks, attempt.pids, strict=True):
-            exited = attempt.exits.get(ranks.local_rank)
-            state = "PAUSED" if ranks.local_rank in self._paused else "RUNNING"
-            shown.append({
-                "rank": self._ranks[ranks.local_rank],
-                "local_rank": ranks.local_rank,
-                "role_rank": ranks.role_rank,
-                "pid": pid,
-                "state": state if exited is None else "EXITED",
-                "exitcode": None if exited is None else exited.exitcode,
-                "training": self._training(ranks.local_rank, pid),
-                "progress": self._progress.get(ranks.local_rank),
-            })  # fmt: skip
+        shown = workers_of(attempt, self._progress)
+        for worker in shown:
+            worker["rank"] = self._ranks[worker["local_rank"]]
+            worker["training"] = self._training(worker["local_rank"], worker["pid"])
         return shown
+
+
+def workers_of(attempt: Attempt, progress: Mapping[int, dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the fields of the status about each worker of this node. ``progress``: last training step of the
+    workers, by local rank, as :func:`progress_of` returns it.
+    """
+    shown = []
+    ranks = attempt.shown_ranks()
+    for each, pid in zip(attempt.plan.ranks, attempt.pids, strict=True):
+        exited = attempt.exits.get(each.local_rank)
+        state = "PAUSED" if each.local_rank in attempt.paused else "RUNNING"
+        shown.append({
+            "rank": ranks[each.local_rank],
+            "local_rank": each.local_rank,
+            "role_rank": each.role_rank,
+            "pid": pid,
+            "state": state if exited is None else "EXITED",
+            "exitcode": None if exited is None else exited.exitcode,
+            "training": None,
+            "progress": progress.get(each.local_rank),
+        })  # fmt: skip
+    return shown
+
+
+def progress_of(attempt: Attempt, beats: Sequence[_core.Heartbeat]) -> dict[int, dict[str, Any]]:
+    """Read the last training steps of this node's workers. ``beats``: their last heartbeats."""
+    files, now_ns = attempt.keep_files, time.monotonic_ns()
+    last = {beat.local_rank: beat for beat in beats}
+    found = {}
+    for local_rank in attempt.shown_ranks():
+        told = None if files is None else files.progress(local_rank)
+        shown = last_step(told, last.get(local_rank), now_ns)
+        if shown is not None:
+            found[local_rank] = shown
+    return found
 
 
 def no_progress(

@@ -99,8 +99,8 @@ class Observer:
     def killed(self, attempt: Attempt, event: _core.WorkersKilled) -> None:
         """Handle workers that are being sent SIGKILL because they did not exit in time."""
 
-    def paused(self, local_rank: int, is_paused: bool) -> None:
-        """Handle a worker that was paused by a signal such as SIGSTOP, or that was continued."""
+    def paused(self) -> None:
+        """Handle that a worker was paused by a signal such as SIGSTOP, or that it was continued."""
 
     def training(self, standings: Sequence[Standing]) -> None:
         """Handle what the workers have reported through ``elasticrs.train``. Called every few seconds."""

@@ -63,6 +63,24 @@ def row(pid: int, status: Mapping[str, Any] | None) -> tuple[str, ...]:
     )
 
 
+def all_workers(status: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the workers in a status, each with the name of its ``node``, sorted by rank. Workers of other
+    nodes are there if the agents of these nodes have been asked.
+    """
+    found = [{**worker, "node": status["host"]} for worker in status["workers"]]
+    for told in status.get("others") or ():
+        for worker in told["workers"]:
+            progress = worker.get("progress")
+            if progress and progress.get("age_seconds") is not None:
+                progress = {**progress, "age_seconds": progress["age_seconds"] + told["age_seconds"]}
+            found.append({**worker, "progress": progress, "node": told["node"]})
+    return sorted(found, key=lambda worker: (worker["rank"] is None, worker["rank"] or 0))
+
+
+def _shows_nodes(status: Mapping[str, Any]) -> bool:
+    return bool(status.get("others"))
+
+
 def _progress(worker: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return a worker's last step with its age. Before its first step there is only a heartbeat."""
     return worker.get("progress") or worker.get("heartbeat") or {}
@@ -77,7 +95,7 @@ def last_step(status: Mapping[str, Any]) -> tuple[Mapping[str, Any], float | Non
     """Return the progress of the foremost rank, and the seconds since the last progress of any rank. Steps
     that are counted across restarts come before those of the attempt.
     """
-    told = [_progress(worker) for worker in status["workers"]]
+    told = [_progress(worker) for worker in all_workers(status)]
     known = [each for each in told if each.get("step") is not None]
     ages = [each["age_seconds"] for each in told if each.get("age_seconds") is not None]
     last = max(known, key=lambda each: (not _counts_attempt(each), each["step"]), default={})
@@ -133,7 +151,7 @@ def _weighed_remarks(status: Mapping[str, Any]) -> list[tuple[str, str]]:
     if status["no_progress"]:
         what = printable(str(status["no_progress"]["what"]), 1000)
         found.append(("bad", f"{what}; see elasticctl stacks"))
-    found += _odd_ranks(status["workers"])
+    found += _odd_ranks(all_workers(status), shows_nodes=_shows_nodes(status))
     slowest = status["slowest"]
     if slowest:
         rates = f"{slowest['rate']:.2f} steps/s (median {slowest['median']:.2f})"
@@ -158,7 +176,7 @@ _MOST_URGENT = "Fpxb."
 _WEIGHTS = {"b": "warn", "p": "warn", "x": "note", "F": "bad"}
 
 
-def _looks(workers: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
+def _looks(workers: Sequence[Mapping[str, Any]], *, shows_nodes: bool = False) -> list[tuple[str, str]]:
     """Return for each rank the letter of its state, and what a user should know. That text is empty for a
     rank that runs and is not more than one step behind the others.
     """
@@ -174,17 +192,18 @@ def _looks(workers: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
         if state == "EXITED":
             look = "F" if worker["exitcode"] else "x", f"exited with code {worker['exitcode']}"
         elif state == "PAUSED":
-            look = "p", f"stopped by a signal; kill -CONT {worker['pid']} continues it"
+            where = f" on {printable(str(worker['node']))}" if shows_nodes else ""
+            look = "p", f"stopped by a signal; kill -CONT {worker['pid']}{where} continues it"
         elif step is not None and step < most[_counts_attempt(told)] - 1:
             look = "b", f"{most[_counts_attempt(told)] - step:,} steps behind the others"
         found.append(look)
     return found
 
 
-def _odd_ranks(workers: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
+def _odd_ranks(workers: Sequence[Mapping[str, Any]], *, shows_nodes: bool) -> list[tuple[str, str]]:
     """Return weighed remarks about the ranks that do not run, or are some steps behind the other ranks."""
     by_look: dict[tuple[str, str], list[int]] = {}
-    for worker, look in zip(workers, _looks(workers), strict=True):
+    for worker, look in zip(workers, _looks(workers, shows_nodes=shows_nodes), strict=True):
         if look[1] and worker["rank"] is not None:
             by_look.setdefault(look, []).append(worker["rank"])
     found = [
@@ -199,7 +218,7 @@ _ROW = 64
 
 def letters(status: Mapping[str, Any]) -> list[str]:
     """Return rows with a letter for each rank's state. Empty if the table of ranks shows all ranks."""
-    workers = status["workers"]
+    workers = all_workers(status)
     if len(workers) <= MAX_SHOWN:
         return []
     shown = "".join(letter for letter, _ in _looks(workers))
@@ -208,17 +227,18 @@ def letters(status: Mapping[str, Any]) -> list[str]:
 
 
 def ranks_table(status: Mapping[str, Any]) -> list[str]:
-    """Return a table of this node's ranks; if they are too many, of those that need a look first."""
+    """Return a table of the known ranks; if they are too many, of those that need a look first."""
     rows = [cells for _, cells in _rank_rows(status)]
-    return [*table([RANK_TITLES, *rows]), *_more(status)] if rows else []
+    return [*table([_rank_titles(status), *rows]), *_more(status)] if rows else []
 
 
-RANK_TITLES = ("RANK", "PID", "STATE", "STEP", "LAST STEP")
+def _rank_titles(status: Mapping[str, Any]) -> tuple[str, ...]:
+    return ("RANK", *(("NODE",) if _shows_nodes(status) else ()), "PID", "STATE", "STEP", "LAST STEP")
 
 
 def _rank_rows(status: Mapping[str, Any]) -> list[tuple[str, tuple[str, ...]]]:
     """Return the rows of the table of ranks, each after the letter of the rank's state."""
-    workers = status["workers"]
+    workers = all_workers(status)
     found = list(zip(workers, (letter for letter, _ in _looks(workers)), strict=True))
     if len(workers) > MAX_SHOWN:
         found.sort(key=lambda each: (_MOST_URGENT.index(each[1]), _progress(each[0]).get("step") or 0))
@@ -228,6 +248,7 @@ def _rank_rows(status: Mapping[str, Any]) -> list[tuple[str, tuple[str, ...]]]:
         age = told.get("age_seconds")
         cells = (
             UNKNOWN if worker["rank"] is None else str(worker["rank"]),
+            *((printable(str(worker["node"]), 40),) if _shows_nodes(status) else ()),
             str(worker["pid"]),
             str(worker["state"]).lower(),
             _step_text(told, status),
@@ -238,8 +259,14 @@ def _rank_rows(status: Mapping[str, Any]) -> list[tuple[str, tuple[str, ...]]]:
 
 
 def _more(status: Mapping[str, Any]) -> list[str]:
-    more = len(status["workers"]) - MAX_SHOWN
-    return [f"and {more} more rank{'s' if more != 1 else ''} on this node"] if more > 0 else []
+    known, group = len(all_workers(status)), status["group"] or {}
+    more, missing = known - MAX_SHOWN, group.get("workers", 0) - known
+    lines = [f"and {more} more rank{'s' if more != 1 else ''}"] if more > 0 else []
+    if missing > 0:
+        lines.append(
+            f"and {missing} rank{'s' if missing != 1 else ''} of which other nodes have not told yet"
+        )
+    return lines
 
 
 _STATE_WEIGHTS = {
@@ -257,7 +284,7 @@ def page(status: Mapping[str, Any]) -> dict[str, Any]:
     """
     if "job" not in status:
         return {"title": "elasticrs", "sentence": "this process has told nothing about a job yet"}
-    pid, workers, host = status["agent"]["pid"], status["workers"], printable(str(status["host"]))
+    pid, workers, host = status["agent"]["pid"], all_workers(status), printable(str(status["host"]))
     facts = zip(TITLES, row(pid, status), strict=True)
     failures = [*status["earlier_failures"], status["last_failure"]]
     shows_all = len(workers) <= MAX_SHOWN
@@ -269,10 +296,10 @@ def page(status: Mapping[str, Any]) -> dict[str, Any]:
         "sentence": _how(status),
         "remarks": _weighed_remarks(status),
         "facts": [fact for fact in facts if fact[0] not in ("JOB", "SCRIPT", "STATE")],
-        "titles": RANK_TITLES,
+        "titles": _rank_titles(status),
         "rows": _rank_rows(status),
         "more": _more(status),
-        "grid": [] if shows_all else [_grid_row(host, workers)],
+        "grid": [] if shows_all else _grid(workers),
         "letters": LETTERS,
         "failures": [
             (local_time(failure["time_ms"] * 1_000_000), _failure(failure)) for failure in failures if failure
@@ -281,9 +308,14 @@ def page(status: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _grid_row(host: str, workers: Sequence[Mapping[str, Any]]) -> tuple[str, list[int | None], str]:
-    """Return the name of a node, its ranks, and a letter for the state of each of them."""
-    return host, [worker["rank"] for worker in workers], "".join(letter for letter, _ in _looks(workers))
+def _grid(workers: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[int | None], str]]:
+    """Return for each node its name, its ranks, and a letter for the state of each of them."""
+    rows: dict[str, tuple[list[int | None], list[str]]] = {}
+    for worker, (letter, _) in zip(workers, _looks(workers), strict=True):
+        ranks, letters = rows.setdefault(printable(str(worker["node"])), ([], []))
+        ranks.append(worker["rank"])
+        letters.append(letter)
+    return [(node, ranks, "".join(letters)) for node, (ranks, letters) in rows.items()]
 
 
 def _commands(status: Mapping[str, Any]) -> list[tuple[str, str]]:

@@ -10,10 +10,13 @@ from __future__ import annotations
 import json
 import os
 import signal
+import time
 from functools import partial
+from queue import SimpleQueue
 from typing import TYPE_CHECKING
 
 from elasticrs._engine.job import phrases
+from elasticrs._engine.job.value import Value
 from elasticrs._engine.process.background_call import FileAccess
 from elasticrs._engine.supervise.attempts import state_machine as machine
 from elasticrs._engine.supervise.run.agreed_step import LONGEST_HOLD, SAVE_HOLD, Delivery
@@ -55,10 +58,16 @@ STACKS_LIMIT = 1.0
 CALL_LIMIT = 3.0
 """Maximum seconds to wait for the answers of the agents of other nodes, if they can answer at once."""
 
+OTHERS_PERIOD = 2.0
+"""Minimum seconds between two questions to the other nodes about the states of their ranks."""
+
+MOST_ASKED = 1000
+"""Maximum number of other nodes that are asked for the states of their ranks."""
+
 DRAIN_LIMIT = LONGEST_HOLD + CALL_LIMIT
 """Maximum seconds until a node that is drained has sent the signal to its workers, and answers."""
 
-_QUESTIONS = frozenset(("stacks", "who", "can checkpoint"))
+_QUESTIONS = frozenset(("stacks", "others", "ranks", "who", "can checkpoint"))
 """Orders that change nothing, so that the console does not tell of them."""
 
 _WAYS = (
@@ -93,15 +102,20 @@ class Orders:
         self._agent, self._job, self._tracker = agent, job, tracker
         self._decisions, self._say = decisions, say
         self._node = os.uname().nodename
+        self._known = _Known(0, float("-inf"), [])
+        self._waiting: list[Callable[[], None]] | None = None
         self._actions: dict[str, Action] = {
             "stop": self._stop,
             "restart": self._restart,
             "drain": self._drain,
             "checkpoint": self._checkpoint,
             "stacks": self._stacks,
+            "others": self._tell_others,
         }
         self._parts: dict[str, Action] = {
             "who": self._tell_who,
+            "ranks": self._tell_ranks,
+            "stacks": self._tell_own_stacks,
             "stop": self._stop,
             "drain": self._drain_own,
             "can checkpoint": self._tell_if_it_can_save,
@@ -206,6 +220,54 @@ class Orders:
         workers = f"{attempt.world_size} workers" if attempt.world_size != 1 else "only worker"
         how = f"SIGTERM to its {workers}, {self._grace()}; no restart is charged"
         answer({"code": DONE, "message": f"restarting the job: {how}"})
+
+    # --- ranks of other nodes ---
+
+    def others(self) -> list[dict[str, Any]]:
+        """Return what the other nodes of this round have last told about their ranks."""
+        known, age = self._known, time.monotonic() - self._known.at
+        return [{**each, "age_seconds": age} for each in known.nodes] if self._is_of_now(known) else []
+
+    def _is_of_now(self, known: _Known) -> bool:
+        attempt = self._tracker.attempt
+        return attempt is not None and attempt.round == known.round
+
+    def ask_others(self, take: Callable[[], None] = lambda: None) -> None:
+        """Ask the other nodes for the states of their ranks, unless they have told them within the last two
+        seconds. Then ``take`` is called, perhaps before this method returns.
+        """
+        attempt, calls = self._tracker.attempt, self._decisions.calls
+        is_fresh = self._is_of_now(self._known) and time.monotonic() - self._known.at < OTHERS_PERIOD
+        others = [] if attempt is None or calls is None else calls.others()
+        if self._waiting is not None:
+            self._waiting.append(take)
+        elif attempt is None or is_fresh or not 0 < len(others) <= MOST_ASKED:
+            take()
+        else:
+            self._waiting = [take]
+            self._ask_others({}, "ranks", CALL_LIMIT, partial(self._take_others, attempt.round), others)
+
+    def _take_others(self, number: int, answers: Mapping[int, Mapping[str, Any]]) -> None:
+        told = [
+            {"group_rank": rank, "node": answers[rank].get("node"), "workers": answers[rank].get("workers")}
+            for rank in sorted(answers)
+        ]
+        known = [each for each in told if type(each["node"]) is str and _are_workers(each["workers"])]
+        self._known = _Known(number, time.monotonic(), known)
+        waiting, self._waiting = self._waiting, None
+        for take in waiting or ():
+            take()
+
+    def _tell_others(self, _order: dict[str, Any], answer: Answer) -> None:
+        self.ask_others(lambda: answer({"code": DONE, "message": "", "others": self.others()}))
+
+    def _tell_ranks(self, _order: dict[str, Any], answer: Answer) -> None:
+        from elasticrs._engine.supervise.observe.job_health import progress_of, workers_of
+
+        attempt = self._tracker.attempt
+        assert attempt is not None  # The call belongs to a round in which this node takes part.
+        workers = workers_of(attempt, progress_of(attempt, self._tracker.supervisor.heartbeats()))
+        answer({"code": DONE, "node": self._node, "workers": workers})
 
     # --- drain ---
 
@@ -337,9 +399,33 @@ class Orders:
 
     # --- stacks ---
 
-    def _stacks(self, _order: dict[str, Any], answer: Answer) -> None:
+    def _stacks(self, order: dict[str, Any], answer: Answer) -> None:
+        attempt = self._running_attempt()
+        others: SimpleQueue[Mapping[int, Mapping[str, Any]]] = SimpleQueue()
+        self._ask_others(order, "stacks", CALL_LIMIT, others.put)
         # Read the stacks on another thread, because that waits for the workers and reads files.
-        FileAccess().begin(partial(_tell_stacks, self._running_attempt(), answer))
+        FileAccess().begin(partial(_tell_stacks, attempt, others, answer))
+
+    def _tell_own_stacks(self, _order: dict[str, Any], answer: Answer) -> None:
+        FileAccess().begin(partial(_tell_stacks, self._running_attempt(), None, answer))
+
+
+class _Known(Value):
+    """What the other nodes have told about their ranks: in which round, when on the monotonic clock."""
+
+    round: int
+    at: float
+    nodes: list[dict[str, Any]]
+
+
+def _are_workers(value: object) -> bool:
+    """Return true if a part of another agent's answer has the fields that the status shows of workers."""
+    return isinstance(value, list) and all(
+        isinstance(each, dict)
+        and type(each.get("rank")) is int
+        and {"pid", "state", "exitcode"} <= each.keys()
+        for each in value
+    )
 
 
 class _Joined:
@@ -404,12 +490,26 @@ def delivery(ranks: int, sent: Delivery) -> dict[str, Any]:
     return {"code": code, "message": f"{to} {how}", "ranks": ranks, **fields}
 
 
-def _tell_stacks(attempt: Attempt, answer: Answer) -> None:
+def _tell_stacks(
+    attempt: Attempt, others: SimpleQueue[Mapping[int, Mapping[str, Any]]] | None, answer: Answer
+) -> None:
+    """Answer with the stacks of this node's ranks, joined with those of the ``others``. If that is ``None``,
+    answer to the agent of another node, which joins them.
+    """
     try:
-        from elasticrs._engine.supervise.failures.hang_diagnosis import where_running
+        from elasticrs._engine.supervise.failures.hang_diagnosis import (
+            RunningRanks,
+            told_stacks,
+            where_running,
+        )
 
-        found = {"code": DONE, **where_running(attempt, STACKS_LIMIT)}
+        own, world_size = where_running(attempt, STACKS_LIMIT), attempt.world_size
+        if others is None:
+            answer({"code": DONE, **own.encoded(attempt.plan.ranks[0].group_world_size, world_size)})
+            return
+        answers = others.get(timeout=CALL_LIMIT + 1)
+        found = told_stacks([own, *map(RunningRanks.decoded, answers.values())], world_size)
+        answer({"code": DONE, **found})
     # An error in the diagnosis code must not leave the user without an answer.
     except Exception as error:
-        found = {"code": FAILED, "message": f"the stacks could not be read: {error!r}"}
-    answer(found)
+        answer({"code": FAILED, "message": f"the stacks could not be read: {error!r}"})

@@ -567,11 +567,13 @@ class AttemptTracker:
         self._console.say(
             f"{self._who(event.local_rank, event.pid)} is stopped ({name}); waiting until it continues"
         )
-        self.observers.paused(event.local_rank, True)
+        self.result.attempts[-1].paused.add(event.local_rank)
+        self.observers.paused()
 
     def _on_resumed(self, event: _core.WorkerResumed) -> None:
         self._console.say(f"{self._who(event.local_rank, event.pid)} continues")
-        self.observers.paused(event.local_rank, False)
+        self.result.attempts[-1].paused.discard(event.local_rank)
+        self.observers.paused()
 
     def _on_log_trouble(self, event: _core.LogTrouble) -> None:
         self._console.say(f"{self._who(event.local_rank)}: log file {event.path}: {os.strerror(event.errno)}")
