@@ -1,7 +1,7 @@
 """Several simulated hosts on one machine: network namespaces with host names, addresses, hosts files and
 cables.
 
-A host is a process (`inside/holder.py`) in a network, a UTS and a mount namespace that nobody else has.
+A host is a shell (`HOLD`) in a network, a UTS and a mount namespace that nobody else has.
 One more of them is the switch: its bridge has a port for each host. All of it is done from inside these
 namespaces, so that the machine's own links, names and mounts are never touched, and none of it has a name,
 so that any number of test runs can share a machine. Pids are the machine's.
@@ -10,6 +10,7 @@ so that any number of test runs can share a machine. Pids are the machine's.
 2. A host's cable is cut at the switch. Nothing is told to its peers: no FIN, no reset.
 """
 
+import functools
 import os
 import signal
 import subprocess
@@ -18,7 +19,6 @@ import time
 from pathlib import Path
 
 from helpers import procs
-from helpers.control import Program
 from helpers.packets import PacketRelay
 from helpers.procs import run_program
 
@@ -30,8 +30,6 @@ ip link set lo up
 hostname "$1"
 mount --bind "$2" /etc/hosts
 if [ -e /etc/resolv.conf ]; then mount --bind /dev/null /etc/resolv.conf; fi
-shift 2
-exec "$@"
 """
 """First in the namespaces of a host. Without servers to ask, names that are not in the file fail at once."""
 
@@ -39,9 +37,25 @@ QUIET = """
 set -e
 echo 1 >/proc/sys/net/ipv6/conf/all/disable_ipv6
 echo 1 >/proc/sys/net/ipv6/conf/default/disable_ipv6
-exec "$@"
 """
 """The switch has no address and says nothing of its own."""
+
+HOLD = """
+set +e
+echo ready
+read -r word
+[ "$word" = end ] && exit 0
+mine=$(readlink /proc/$$/ns/net)
+for pass in 1 2 3 4 5 6 7 8 9 10; do
+    for each in /proc/[0-9]*; do
+        pid=${each#/proc/}
+        [ "$pid" != $$ ] && [ "$(readlink "$each/ns/net" 2>/dev/null)" = "$mine" ] && kill -9 "$pid"
+    done
+done
+"""
+"""Last in the namespaces. The shell ends when the tests say so. If they end without a word, as after SIGKILL,
+it kills all processes in its network namespace, several times, because these may have started others.
+"""
 
 
 REACH = """
@@ -54,6 +68,7 @@ except ConnectionRefusedError:
 """Connects to a port on which nothing listens. Fails unless the other host refuses the connection."""
 
 
+@functools.cache
 def why_not() -> str | None:
     """Return why this user cannot create hosts on this machine, or ``None`` if it is possible."""
     command = ["unshare", *NAMESPACES, "--", "ip", "link", "add", "type", "bridge"]
@@ -78,9 +93,17 @@ class Namespaces:
     """A set of namespaces, kept alive by a process inside them."""
 
     def __init__(self, *set_up: str) -> None:
-        unshare = ("unshare", *NAMESPACES, "--propagation", "private", "--", "sh", "-c", *set_up)
-        self._holder = Program("holder", prefix=unshare)
+        text, *arguments = set_up
+        self._holder = subprocess.Popen(
+            ["unshare", *NAMESPACES, "--propagation", "private", "--", "sh", "-c", text + HOLD, *arguments],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            start_new_session=True,
+        )
+        assert self._holder.stdout is not None
         self.pid = self._holder.pid
+        procs.bystanders.add(self.pid)
+        assert self._holder.stdout.readline() == b"ready\n", f"no namespaces: {self._holder.wait()}"
         self._net = network_of(self.pid)
 
     def prefix(self, cwd: Path | str = "/") -> tuple[str, ...]:
@@ -103,11 +126,39 @@ class Namespaces:
     def holds(self, pid: int) -> bool:
         return network_of(pid) == self._net
 
+    def kill(self, pid: int, signum: int = signal.SIGKILL) -> None:
+        """Send a signal to a process, which must run in the namespaces.
+
+        Raises:
+            ProcessLookupError: it has ended.
+        """
+        pidfd = os.pidfd_open(pid)
+        try:
+            where = network_of(pid)
+            if where is None:  # the process is exiting
+                raise ProcessLookupError(pid)
+            assert where == self._net, f"{procs.process(pid)} does not run on {self}"
+            signal.pidfd_send_signal(pidfd, signum)
+        finally:
+            os.close(pidfd)
+
+    def kill_all(self) -> None:
+        """Kill all processes in the namespaces except for the holder, and wait until they have exited."""
+        while running := self.processes():
+            for each in running:
+                try:
+                    self.kill(each.pid)
+                except ProcessLookupError:
+                    continue
+            procs.assert_gone([each.pid for each in running])
+
     def close(self) -> list[str]:
         """Kill everything in the namespaces. Return the processes that should have exited before."""
         left = [str(each) for each in self.processes()]
-        code = self._holder.close()
-        return left + ([] if code == 0 else [f"a holder of namespaces that ended with {code}"])
+        self.kill_all()
+        self._holder.communicate(b"end\n")
+        procs.bystanders.discard(self.pid)
+        return left
 
 
 class Host(Namespaces):
@@ -153,22 +204,6 @@ class Host(Namespaces):
     def link_up(self) -> None:
         self._network.switch.configure(f"link set {self.port} up")
 
-    def kill(self, pid: int, signum: int = signal.SIGKILL) -> None:
-        """Send a signal to a process, which must run on this host.
-
-        Raises:
-            ProcessLookupError: it has ended.
-        """
-        pidfd = os.pidfd_open(pid)
-        try:
-            where = network_of(pid)
-            if where is None:  # the process is exiting
-                raise ProcessLookupError(pid)
-            assert where == self._net, f"{procs.process(pid)} does not run on {self}"
-            signal.pidfd_send_signal(pidfd, signum)
-        finally:
-            os.close(pidfd)
-
     def wait_empty(self) -> None:
         """Wait until all processes on this host have exited by themselves, including those that they start in
         the meantime.
@@ -185,13 +220,7 @@ class Host(Namespaces):
     def power_off(self) -> None:
         """Disconnect the host and kill all its processes, as if it lost power. Its peers are not notified."""
         self.link_down()
-        while running := self.processes():
-            for each in running:
-                try:
-                    self.kill(each.pid)
-                except ProcessLookupError:
-                    continue
-            procs.assert_gone([each.pid for each in running])
+        self.kill_all()
 
     def impair(self, seed: int, **how: float) -> PacketRelay:
         """Insert a relay into the cable, which loses, repeats, reorders and delays packets until it is
@@ -219,7 +248,7 @@ class Network:
         self.hosts_file.write_text("127.0.0.1 localhost\n::1 localhost\n", encoding="utf-8")
         self.hosts: list[Host] = []
         self._relays: list[PacketRelay] = []
-        self.switch = Namespaces(QUIET, "sh")
+        self.switch = Namespaces(QUIET)
         try:
             self.switch.configure("link add br0 type bridge mcast_snooping 0", "link set br0 up")
             for _ in range(hosts):
