@@ -98,7 +98,6 @@ def named(output):
 
 def run(programs, case, folder):
     guilty = ",".join(map(str, case.guilty))
-    programs.preload("torch._dynamo")  # A step of an optimizer imports it.
     done = programs.run(PROGRAM, case.shape, case.kind, guilty, str(case.nproc), str(folder), timeout=120)
     return done.stderr + done.stdout
 

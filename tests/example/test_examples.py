@@ -64,9 +64,7 @@ def train(launch, tmp_path):
 @pytest.fixture
 def forked(torch_programs):
     """Let an example run in forks of a process that has imported all that the ranks need for a step."""
-    torch_programs.preload(
-        "torch._dynamo", "torch.distributed.checkpoint.state_dict", "torch.distributed.fsdp"
-    )
+    torch_programs.preload("torch.distributed.checkpoint.state_dict", "torch.distributed.fsdp")
     return {"start": torch_programs.popen}
 
 

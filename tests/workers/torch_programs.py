@@ -12,6 +12,7 @@ import sys
 import traceback
 import types
 
+import torch._dynamo  # The first step of an optimizer would import it in each fork.
 import torch.distributed  # noqa: F401
 
 main = sys.modules["__main__"] = types.ModuleType("__main__")
