@@ -2,6 +2,7 @@
 signals that request a save and signals that stop the job, at many moments.
 """
 
+import os
 import random
 import signal
 from collections import Counter
@@ -22,9 +23,9 @@ pytestmark = [
 
 PROGRAM = Path(__file__).parents[1] / "workers" / "agreed_training.py"
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-REQUESTS = 30
-STOPS = 3
-RESTARTS = 5
+REQUESTS = int(os.environ.get("ELASTICRS_TEST_REQUESTS", "30"))
+STOPS = REQUESTS // 10
+RESTARTS = REQUESTS // 6
 
 
 @pytest.fixture
@@ -51,7 +52,7 @@ def acts(launched, count):
     return list(zip(*by_rank.values(), strict=True))
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, 4, 8])
 @pytest.mark.parametrize("handler", ["note", "flag"])
 @pytest.mark.parametrize(
     "loop", ["plain", "accumulation", "gan", "scaled", "compiled", "compiled_first", "own"]

@@ -1,0 +1,50 @@
+"""Lightning's own handler of Slurm's signal saves the same step on all ranks, and never hangs."""
+
+import os
+import random
+import signal
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from helpers.nodes import meeting
+
+pytestmark = [
+    pytest.mark.frameworks,
+    pytest.mark.slow,
+    pytest.mark.torch,
+    pytest.mark.beyond_torchrun,
+    pytest.mark.timeout(600),
+]
+
+PROGRAM = Path(__file__).parents[1] / "workers" / "agreed_lightning.py"
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+REQUESTS = int(os.environ.get("ELASTICRS_TEST_REQUESTS", "30"))
+
+
+@pytest.mark.parametrize("nodes", [1, 3])
+def test_lightning_saves_the_same_step_on_all_ranks_again_and_again(launch, tmp_path, nodes):
+    ranks = 2 if nodes == 1 else 1
+    options = ("--shutdown-timeout=12", f"--nproc-per-node={ranks}")
+    options += meeting(f"{nodes}") if nodes > 1 else ()
+    agents = [launch(*options, PROGRAM, tmp_path, env=ENVIRONMENT) for _ in range(nodes)]
+    for each in agents:
+        each.wait_for_lines(r"BEGUN \d+", ranks)
+    moments = random.Random(11)
+    for number in range(1, REQUESTS + 1):
+        agents[0].read_for(moments.uniform(0, 0.1))
+        for each in agents:
+            each.signal(signal.SIGUSR1)
+        # A rank that saves while another one trains waits forever, and the end is never printed.
+        found = [match for each in agents for match in each.wait_for_lines(r"SAVES \d+ (.*)", ranks * number)]
+        host = next(each for each in agents if "SAVES 0 " in each.stdout)
+        host.wait_for_line(rf"SAVED {number}$")
+    for each in agents:
+        each.signal(signal.SIGTERM)
+    for each in agents:
+        each.wait(60)
+    # One line for each rank and request, with as many updates of the parameters as steps.
+    saved = Counter(match[1] for match in found)
+    assert sum(saved.values()) == REQUESTS * nodes * ranks
+    assert set(saved.values()) == {nodes * ranks}
+    assert all(len(set(each.split())) == 1 for each in saved)
