@@ -1,4 +1,4 @@
-"""A usual training with Lightning under Slurm: on SIGUSR1, Lightning's own handler saves a checkpoint, and has
+"""A usual training with Lightning under Slurm. On SIGUSR1, Lightning's own handler saves a checkpoint, and has
 Slurm queue the job again.
 
 Usage: ``agreed_lightning.py FOLDER`` as the program of a job. It prints ``BEGUN RANK`` after three steps,
