@@ -129,3 +129,16 @@ def test_a_rank_that_makes_no_step_does_not_delay_the_others_for_longer_than_the
     launched.signal(signal.SIGTERM)
     launched.exits(1)
     says(launched.stderr, "SIGTERM reaches the ranks at different steps", "local rank")
+
+
+@pytest.mark.parametrize("handler", ["signal.default_int_handler", "fail"])
+def test_the_traceback_of_a_handler_begins_at_the_line_of_the_program(job, handler):
+    fail = 'def fail(_signum, _frame):\n        raise OSError("full")\n'
+    source = IN_STEP.replace(
+        "    rank = int", f"    {fail}\n    signal.signal(signal.SIGUSR1, {handler})\n    rank = int"
+    )
+    launched = job(source)
+    launched.signal(signal.SIGUSR1)
+    launched.exits(1)
+    says(launched.stderr, "in <module>", "wish = checkpoint_requested()")
+    assert "boundary.py" not in launched.stderr

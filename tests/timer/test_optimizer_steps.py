@@ -118,3 +118,19 @@ for _ in range(5):
 def test_compiled_optimizer_steps_are_traced_without_a_warning():
     done = run_program([sys.executable, "-c", COMPILED], timeout=120, check=True)
     assert "Python extension" not in done.stderr
+
+
+@pytest.mark.parametrize("method", ["spawn", "fork", "forkserver"])
+def test_steps_of_function_workers_are_seen(launch, worker_script, tmp_path, method):
+    package = tmp_path / "modules" / "torch" / "optim"
+    package.mkdir(parents=True)
+    (package.parent / "__init__.py").touch()
+    (package / "__init__.py").touch()
+    (package / "optimizer.py").write_text(
+        "hooks = []\nregister_optimizer_step_post_hook = hooks.append\nclass Optimizer:\n    zero_grad = id\n"
+    )
+    script = worker_script("from torch.optim.optimizer import hooks; print('HOOKS', len(hooks))")
+    options = ("--run-path", f"--start-method={method}", "--nproc-per-node=1", "--hang-timeout=60")
+    job = launch(*options, script, env={"PYTHONPATH": str(package.parent.parent)})
+    job.exits(0)
+    says(job.stdout, "HOOKS 1")

@@ -1,5 +1,5 @@
-"""A usual training with Lightning under Slurm. On SIGUSR1, Lightning's own handler saves a checkpoint, and has
-Slurm queue the job again.
+"""A usual training with Lightning under Slurm. On SIGUSR1, Lightning's own handler saves a checkpoint, and
+has Slurm queue the job again.
 
 Usage: ``agreed_lightning.py FOLDER`` as the program of a job. It prints ``BEGUN RANK`` after three steps,
 ``SAVES RANK STEP UPDATES`` with the numbers of steps and of updates of the parameters in the checkpoint, and

@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 
 
 _HERE = os.path.dirname(os.path.abspath(__file__))
-_WRITER, _FAST_EXIT = [
-    os.path.join(os.path.dirname(_HERE), name) for name in ("error_file.py", "fast_exit.py")
+_WRITER, _FAST_EXIT, _BOUNDARY = [
+    os.path.join(os.path.dirname(_HERE), name) for name in ("error_file.py", "fast_exit.py", "boundary.py")
 ]
 
 _TRAINERS = (
@@ -196,6 +196,17 @@ def _watch_exits(ended: "Callable[[Any], None]") -> None:
     sys.exit = leave
 
 
+def _leave_out_boundary(traceback: "types.TracebackType | None") -> None:
+    """Remove the calls of ``boundary.py`` from a traceback. In them, this worker has waited for a signal, and
+    has run the program's handler, as if the line of the program had been interrupted.
+    """
+    while traceback is not None and (following := traceback.tb_next) is not None:
+        if following.tb_frame.f_code.co_filename == _BOUNDARY:
+            traceback.tb_next = following.tb_next
+        else:
+            traceback = following
+
+
 def _exit_status(code: object) -> int:
     if code is None:
         return 0
@@ -235,7 +246,10 @@ class _Failure:
         self._is_over = False
         self.status = 0
 
-    def excepthook(self, kind: "type[BaseException]", error: BaseException, traceback: object) -> None:
+    def excepthook(
+        self, kind: "type[BaseException]", error: BaseException, traceback: "types.TracebackType | None"
+    ) -> None:
+        _leave_out_boundary(traceback)
         try:
             self._record(error, self._is_main() and _is_end(sys._getframe()))
         finally:  # Print the exception even if a signal handler raised.
@@ -398,7 +412,7 @@ def _keep_framework(module: "Any") -> None:
     patch(module)
 
 
-def _follow_imports() -> None:
+def follow_imports() -> None:
     """Have this hook's functions called with some modules after the imports of these modules. If this worker
     was forked from a process with preloaded modules, and they are among these, call the functions at once.
     """
@@ -417,7 +431,7 @@ def _follow_imports() -> None:
 def _start() -> None:
     _step_aside()
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    _follow_imports()
+    follow_imports()
     del sys.modules["sitecustomize"]
     failed = True
     try:

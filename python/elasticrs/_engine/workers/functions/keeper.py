@@ -29,6 +29,7 @@ from multiprocessing import resource_tracker, spawn
 from typing import TYPE_CHECKING, Any
 
 from elasticrs import _core
+from elasticrs._engine.inside.hook.sitecustomize import follow_imports
 from elasticrs._engine.job.value import Value
 from elasticrs._engine.process.console import Console, descriptors
 
@@ -321,6 +322,7 @@ class RunPrepared(Value):
     def __call__(self) -> int:
         os.environ.clear()
         os.environ.update(self.environment)
+        follow_imports()
         tracker: Any = resource_tracker._resource_tracker
         tracker._fd = self.tracker_fd
         main: Callable[[int, int], int] = spawn._main

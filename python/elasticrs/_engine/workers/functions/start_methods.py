@@ -15,6 +15,7 @@ from contextlib import suppress
 from multiprocessing import forkserver, spawn, util
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
+from elasticrs._engine.inside.hook.sitecustomize import follow_imports
 from elasticrs._engine.job.value import Value, fresh
 from elasticrs._engine.workers.functions import keeper
 from elasticrs._engine.workers.functions.function_process import (
@@ -444,6 +445,7 @@ class _RunForked(Value):
         heartbeats = sys.modules.get("elasticrs._engine.inside.heartbeats")
         if heartbeats is not None:
             heartbeats.start_afresh()
+        follow_imports()
         run: Callable[[int], int] = self.process._bootstrap  # type: ignore[attr-defined]
         return run(self.sentinel)
 
