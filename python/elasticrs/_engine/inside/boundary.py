@@ -233,7 +233,7 @@ class _Boundary:
         self.optimizers, self.detach = optimizers, detach
         if self.names_steps:
             detach()
-        elif self.substitute is None:
+        elif self.substitute is None and hasattr(optimizers, "Optimizer"):
             self.count_with(_ZeroGrads(self, optimizers.Optimizer))
 
     def count_with(self, substitute: _Counter | None) -> None:

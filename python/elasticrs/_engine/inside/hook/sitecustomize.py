@@ -253,7 +253,7 @@ class _Failure:
         try:
             self._record(error, self._is_main() and _is_end(sys._getframe()))
         finally:  # Print the exception even if a signal handler raised.
-            self._previous(kind, error, traceback)  # type: ignore[arg-type]
+            self._previous(kind, error, traceback)
 
     def exited(self, code: "Any") -> None:
         if os.getpid() == self._pid and self._is_main() and not self._is_over:
