@@ -101,9 +101,19 @@ def show_pictures(_app: Sphinx, _page: str, source: list[str]) -> None:
     )
 
 
+NAMES_IN_TABLES = {
+    "docs/compatibility": "[A-Z]+(?:_[A-Z]+)+",
+    "docs/events": r"[a-z][\w. ]+",
+    "docs/metrics": r"elasticrs_\w+",
+    "docs/several-nodes": "[a-z]+(?:_[a-z]+)+",
+}
+"""Patterns of the names in the first cells of tables that the search finds, by page."""
+
+
 def add_index_entries(_app: Sphinx, page: str, source: list[str]) -> None:
     """Add entries to the index of the site, because the search shows their pages first. The entries of an
-    option are its name and its variable. In other pages, ``<!-- index: exit code 93, SIGKILL -->`` adds some.
+    option are its name and its variable. Tables of settings, metrics, events and variables have an entry for
+    each row. In all pages, ``<!-- index: exit code 93, SIGKILL -->`` adds some.
     """
 
     def directives(names: Iterable[str]) -> str:
@@ -116,6 +126,14 @@ def add_index_entries(_app: Sphinx, page: str, source: list[str]) -> None:
             source[0],
             flags=re.MULTILINE,
         )
+    if page in NAMES_IN_TABLES:
+
+        def entries_of(table: re.Match[str]) -> str:
+            cells = re.findall(r"^\| ((?:`[^`|]+`(?:, )?)+) *\|", table[0], re.MULTILINE)
+            names = re.findall(rf"`({NAMES_IN_TABLES[page]})`", " ".join(cells))
+            return directives(dict.fromkeys(names)) + table[0]
+
+        source[0] = re.sub(r"(?:^\|.*\n)+", entries_of, source[0], flags=re.MULTILINE)
     source[0] = re.sub(
         r"^<!-- index: (.*) -->$",
         lambda found: directives(found[1].split(", ")),

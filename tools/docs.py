@@ -114,6 +114,9 @@ QUERIES = {
     "hang-timeout": "docs/options",
     "PET_NNODES": "docs/options",
     "exit code 93": "docs/failures",
+    "last_call_timeout": "docs/several-nodes",
+    "ELASTICRS_FAST_EXIT": "docs/compatibility",
+    "worker hung": "docs/events",
     "SIGKILL": "docs/troubleshooting",
 }
 """Texts for which people search, and the page that the search has to show first."""

@@ -26,6 +26,7 @@ import termios
 import textwrap
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 from xml.sax.saxutils import escape, quoteattr
@@ -95,8 +96,8 @@ def lines_of(cast: Cast) -> Iterator[tuple[float, str]]:
 
 COLOURED = (
     (r"^\$ .*", "b"),
-    (r"^elasticrs:", "a"),
-    (r"\b(?:hung: no heartbeat for [\d.]+ s|raised \w+|ValueError: a bad batch|left the job|is lost)\b", "r"),
+    (r"^elasticrs(?:\[[^]]*\])?:", "a"),
+    (r"\b(?:hung: no heartbeat for [\d.]+ s|raised \w+|ValueError: a bad batch|node \w+ was lost)\b", "r"),
     (r"\brank \d+ did not enter it: it is in \w+ \([\w.:]+\)|\bcalled at [\w.:]+", "r"),
     (r"\b(?:0 steps(?: lost)?|succeeded)\b", "g"),
 )
@@ -107,8 +108,8 @@ def draw_cast(cast: Cast, theme: Theme) -> str:
     """Draw a recording as a terminal in which the lines appear one after the other."""
     shown = [
         (at, row)
-        for at, line in lines_of(cast)
-        for row in textwrap.wrap(line, COLUMNS, subsequent_indent="    ")
+        for at, line in _folded(list(lines_of(cast)))
+        for row in textwrap.wrap(line, COLUMNS, subsequent_indent="    ", break_on_hyphens=False)
     ]
     total = shown[-1][0] + LAST
     width, height = round(2 * MARGIN + COLUMNS * CHARACTER), TOP + LINE * len(shown) + MARGIN
@@ -133,6 +134,17 @@ def draw_cast(cast: Cast, theme: Theme) -> str:
         length = f'textLength="{len(row) * CHARACTER:g}" lengthAdjust="spacingAndGlyphs"'
         body.append(f"<text {place} {length}>{_coloured(row)}</text>")
     return svg(width, height, cast[0]["title"], "".join(style), body)
+
+
+def _folded(lines: Sequence[tuple[float, str]]) -> Iterator[tuple[float, str]]:
+    """Yield the lines, but only the first one and the last one of a traceback with more than ten lines."""
+    for is_traceback, group in groupby(lines, lambda line: line[1].startswith("[rank")):
+        some = list(group)
+        if is_traceback and len(some) > 10:
+            between = f"[… {len(some) - 2} lines of the traceback …]"
+            some = [some[0], (some[0][0], between), some[-1]]
+        # Emojis have another width.
+        yield from ((at, re.sub("[^\0-\ufdff]", "", line)) for at, line in some)
 
 
 def _coloured(row: str) -> str:
@@ -328,7 +340,7 @@ def draw_restarts(rows: Sequence[Mapping[str, Any]], theme: Theme) -> str:
         body.append(f'<text x="{left + begin * scale + 8:.1f}" y="{y + 19}">{_seconds(begin)}, {lost}</text>')
     body.append(f'<path d="M{left} {top}V{bottom}" stroke="{theme.line}"/>')
     note = "4 workers with DDP on 2 cores; a checkpoint every 25 steps, each of which takes some milliseconds"
-    body.append(f'<text class="f" x="{left}" y="{bottom + 20}">{note}</text>')
+    body.append(f'<text class="f" x="16" y="{bottom + 20}">{note}</text>')
     return svg(width, bottom + 36, "Restarts under torchrun and elasticrs, side by side", style, body)
 
 
