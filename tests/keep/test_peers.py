@@ -105,6 +105,8 @@ class Model:
     def __init__(self, count, random):
         self.ranks, self.random, self.sources = range(count), random, sources(count)
         self.generations = [Generations(None) for _ in self.ranks]
+        for each in self.generations:
+            each.has_partners = True
         self.steps, self.copying = [0] * count, [None] * count
         self.own, self.taken = ([[None, None] for _ in self.ranks] for _ in range(2))
         self.number, self.announced, self.secured = 1, 2, None
@@ -120,13 +122,14 @@ class Model:
                 yield self.end_step, rank
             if self.known[rank] < self.number:
                 yield self.learn, rank
-            elif rank not in self.reports and self.generations[rank]._is_done:
+            elif rank not in self.reports and self.generations[rank]._finished == self.announced:
                 yield self.report, rank
             if self.is_whole is not None and rank not in self.done:
                 yield (self.finish_taking if rank in self.taking else self.take), rank
 
     def end_step(self, rank):
         self.steps[rank] += 1
+        self.generations[rank].end_step(self.steps[rank])
         if self.generations[rank].is_due(self.steps[rank] - 1, self.steps[rank]):
             kept = self.generations[rank].protected() - {None}
             slot = self.random.choice([at for at in (0, 1) if self.own[rank][at] not in kept])
@@ -141,10 +144,12 @@ class Model:
 
     def learn(self, rank):
         self.known[rank] = self.number
-        self.generations[rank].announce(self.announced, self.secured)
+        _, copied = self.generations[rank].wait(None)
+        self.generations[rank].settle(copied, is_secured=copied is not None and copied == self.secured)
+        self.generations[rank].announce(self.announced)
 
     def report(self, rank):
-        copied = self.generations[rank].wait()
+        _, copied = self.generations[rank].wait(None)
         self.reports[rank] = copied if copied in self.own[rank] else None
         if len(self.reports) == len(self.ranks):
             self.is_whole = None not in self.reports.values()
@@ -203,6 +208,89 @@ def test_once_a_generation_is_secured_the_loss_of_a_node_leaves_a_common_step(co
         if rank != lost:
             model.copy_at_death(rank)
     assert model.secured is None or max(model.common(lost)) >= model.secured
+
+
+class Fixed:
+    """Model of sharded ranks that all copy their state after each ``every`` steps, and compare the copies. A
+    rank makes a step when all have sent their gradients to it, and its own copy is complete.
+    """
+
+    def __init__(self, count, every, random):
+        self.ranks, self.every, self.random = range(count), every, random
+        self.generations = [Generations(None) for _ in self.ranks]
+        self.ended, self.sent = [0] * count, [0] * count
+        self.slots = [[None, None] for _ in self.ranks]
+        self.copying = [None] * count
+
+    def actions(self):
+        for rank in self.ranks:
+            if self.copying[rank] is not None:
+                yield self.finish_copy, rank
+            if self.sent[rank] == self.ended[rank]:
+                yield self.send, rank
+            elif self.copying[rank] is None and min(self.sent) >= self.sent[rank]:
+                yield self.end_step, rank
+            number, step = self.generations[rank]._finished, self.generations[rank]._copied
+            is_news = step == number != self.generations[rank].secured
+            if is_news and all(number in slots for slots in self.slots):
+                yield self.learn, rank
+
+    def send(self, rank):
+        self.sent[rank] += 1
+
+    def learn(self, rank):
+        self.generations[rank].settle(self.generations[rank]._copied, is_secured=True)
+
+    def free(self, rank):
+        kept = self.generations[rank].protected() - {None}
+        return [at for at in (0, 1) if self.slots[rank][at] not in kept]
+
+    def end_step(self, rank):
+        self.ended[rank] = step = self.ended[rank] + 1
+        self.generations[rank].end_step(step)
+        if step % self.every == 0:
+            self.generations[rank].begin_copy(step, step)
+            slot = self.random.choice(self.free(rank))
+            self.slots[rank][slot], self.copying[rank] = None, slot
+
+    def finish_copy(self, rank):
+        slot, self.copying[rank] = self.copying[rank], None
+        self.slots[rank][slot] = self.ended[rank]
+        self.generations[rank].note_copy(self.ended[rank], is_kept=True)
+
+    def common(self):
+        return max(set.intersection(*map(set, self.slots)) - {None}, default=0)
+
+    def copy_at_death(self, rank):
+        if self.copying[rank] is not None:
+            self.finish_copy(rank)
+        if self.ended[rank] not in self.slots[rank] and (free := self.free(rank)):
+            self.slots[rank][self.random.choice(free)] = self.ended[rank]
+
+
+@settings(deadline=None)
+@given(st.integers(2, 4), st.integers(2, 4), st.integers(0, 150), st.integers())
+def test_ranks_of_several_nodes_never_overwrite_their_last_common_step(count, every, length, seed):
+    model = Fixed(count, every, Random(seed))
+    for _ in range(length):
+        act, rank = model.random.choice([*model.actions()])
+        act(rank)
+    before, dead = model.common(), model.random.choice([None, *model.ranks])
+    if dead is None:
+        # All ranks live: an exception, or a stop. Each ends its step, learns which copies the others have,
+        # and copies its state.
+        while work := [each for each in model.actions() if each[0] != model.send]:
+            act, rank = model.random.choice(work)
+            act(rank)
+    elif model.copying[dead] is not None:
+        model.copying[dead] = None
+    for rank in model.ranks:
+        if rank != dead:
+            model.copy_at_death(rank)
+    assert model.common() >= before
+    assert before >= max(model.ended) - every - 1
+    if dead is None:
+        assert model.common() == max(model.ended) or len(set(model.ended)) > 1
 
 
 class Store:
@@ -270,7 +358,17 @@ class Wire:
 class Ranks:
     """Ranks of several nodes, one on each, in this process: their files, and threads that download copies."""
 
-    def __init__(self, monkeypatch, count, *, restored=None, memory=1 << 30, every=None):
+    def __init__(
+        self,
+        monkeypatch,
+        count,
+        *,
+        restored=None,
+        memory=1 << 30,
+        every=None,
+        mode=Mode.SHARDED,
+        has_partners=True,
+    ):
         self.store, self.said, self.step = Store(), [], restored or 0
         self.files = [(MemoryFiles(1), MemoryFiles(1)) for _ in range(count)]
         self.agents = [KeepFiles(*files) for files in self.files]
@@ -288,15 +386,15 @@ class Ranks:
             say, files = self.said.append, [self.own[rank], theirs]
             self.handovers.append(nodes._offer(self.store, (rank, 0), files, 0, lambda _: None))
             agreement = nodes.Agreement(plan, self.store)
-            self.peers.append(Peers(agreement, self.store, shares, self.own[rank], say))
-            self.schedules.append(Schedule(self.own[rank].words, [], rank, every, Mode.SHARDED))
-            self.schedules[-1].generations = self.peers[-1].generations
+            agreement.nodes = shares if has_partners else None
+            self.schedules.append(Schedule(self.own[rank].words, None, rank, every, mode))
+            self.peers.append(Peers(agreement, self.store, self.own[rank], self.schedules[-1], say))
             if restored is not None:
                 self.copy(rank, restored)
 
     def copy(self, rank, step, content=None):
         """Write a copy of a rank's state into its file: bytes that differ in each step and on each rank."""
-        kept = self.peers[rank].generations.protected() - {step}
+        kept = self.schedules[rank].generations.protected() - {step}
         slots = [slot for slot in self.own[rank].slots if slot.complete_step not in kept or not kept - {None}]
         slot = min(slots, key=lambda each: each.sequence)
         data = content or bytes([step % 251, rank]) * (SIZE // 2)
@@ -310,14 +408,15 @@ class Ranks:
     def begin(self):
         for rank, (peers, schedule) in enumerate(zip(self.peers, self.schedules, strict=True)):
             schedule.next(self.step + 1, is_idle=True)
-            peers.begin(schedule)
+            peers.begin()
             assert rank < len(self.own)
 
     def announced(self):
         """Wait until all ranks know which step they copy next. Return this step, and the secured one."""
-        wait_until(lambda: all(not peers.generations._is_done for peers in self.peers))
-        (step,) = {peers.generations._announced for peers in self.peers}
-        (secured,) = {peers.generations.secured for peers in self.peers}
+        agreed = [schedule.generations for schedule in self.schedules]
+        wait_until(lambda: all(each._finished < (each._announced or -1) for each in agreed))
+        (step,) = {each._announced for each in agreed}
+        (secured,) = {each.secured for each in agreed}
         return step, secured
 
     def copy_all(self, *, without=(), content=None):
@@ -404,6 +503,26 @@ def test_each_node_has_the_copies_of_another_one_and_keeps_the_secured_ones(rank
 
 
 @pytest.mark.torch
+def test_without_partners_ranks_know_which_copies_the_others_have(ranks):
+    made = ranks(3, every=2, has_partners=False, mode=Mode.AUTO)
+    agreed = [schedule.generations for schedule in made.schedules]
+    made.begin()
+    for step in (2, 4, 6):
+        for rank, schedule in enumerate(made.schedules):
+            assert schedule.next(step, is_idle=True)[0]
+            made.copy(rank, step, bytes(4096))
+            assert schedule.protected() == {agreed[rank].secured, step} or schedule.is_replicated()
+            schedule.generations.note_copy(step, is_kept=True)
+        for each in agreed:
+            each.await_settled(HANG, have_all_ended=False)
+            assert each.protected() == {step}
+        for schedule in made.schedules:
+            assert not schedule.next(step + 1, is_idle=True)[0]
+    assert all(schedule.is_replicated() for schedule in made.schedules)
+    assert made.taken(0) == {}
+
+
+@pytest.mark.torch
 def test_a_restored_step_is_sent_at_once(ranks):
     made = ranks(2, restored=40)
     made.begin()
@@ -413,12 +532,16 @@ def test_a_restored_step_is_sent_at_once(ranks):
 
 @pytest.mark.torch
 def test_equal_states_are_not_sent(ranks):
-    made = ranks(2)
+    made = ranks(2, mode=Mode.AUTO)
     made.begin()
     step = made.copy_all(content=bytes(4096))
     assert made.announced()[1] == step
     assert made.taken(0) == made.taken(1) == {}
-    assert all(schedule.are_all_equal for schedule in made.schedules)
+    assert not any(schedule.is_replicated() for schedule in made.schedules)
+    made.copy_all(content=bytes(4096))
+    made.announced()
+    assert all(schedule.is_replicated() for schedule in made.schedules)
+    assert all(file.words[Head.WAS_REPLICATED] for file in made.own)
 
 
 @pytest.mark.torch
@@ -601,7 +724,10 @@ TRAINS = """
     print(f"BEGIN {number} {rank} {step} {source and (source.tier, source.exact)}", flush=True)
     while step < steps:
         optimizer.zero_grad()
-        model(torch.randn(4, 64)).square().mean().backward()
+        data = torch.randn(4, 64)
+        if sys.argv[3:] == [f"{number} {rank} {step}"]:
+            raise ValueError("wrong data")
+        model(data).square().mean().backward()
         optimizer.step()
         threading.Event().wait(pause)
         step += 1
@@ -654,3 +780,17 @@ def test_a_lost_node_costs_the_steps_since_the_last_secured_copy(agents):
     assert "from the copy on node" in lines
     assert sorted(words[2] for words in begun) == ["('memory',", "('memory',", "('peer',"]
     assert all(words[3] == "True)" for words in begun)
+
+
+@pytest.mark.torch
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [(), ("--keep-peers=1",)], ids=["alone", "with partners"])
+def test_an_exception_in_the_step_after_a_copy_costs_no_sharded_step(launch, worker_script, options):
+    command = ("--nnodes=2", "--nproc-per-node=1", "--max-restarts=1", *options, worker_script(TRAINS))
+    ends = []
+    for more in ((), ("1 1 11",)):
+        job = Nodes(launch, *command, "20", "0", *more).start(2)
+        assert [agent.wait() for agent in job] == [0, 0]
+        ends.append(said(job, "END"))
+    assert said(job, "BEGIN 2") == ["0 11 ('memory', True)", "1 11 ('memory', True)"]
+    assert ends[0] == ends[1]

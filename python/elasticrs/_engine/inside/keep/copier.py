@@ -46,6 +46,9 @@ longer if the optimizer took long in the step before.
 _CHANGE_PATIENCE = 0.1
 """Seconds for which such a copy waits for the optimizer to begin, if the backward pass has ended."""
 
+_SETTLING = 0.3
+"""Maximum seconds for which such a copy waits until this rank knows which copies the other nodes have."""
+
 _LIMIT = 300.0
 """Seconds after which the training no longer waits for a copy of its state, and no more copies are made."""
 
@@ -368,7 +371,7 @@ class Copier:
             if self._ranks.do_starts_differ():
                 # Ranks may have restored different steps. Their copies would be a mixture of two trainings.
                 return Answer.NOTHING
-            if why == Why.AT_DEATH and self._would_lose_common_step(boundary.step):
+            if why == Why.AT_DEATH and self._would_lose_common_step():
                 return Answer.KEPT
             begun = monotonic_ns()
             if self._has_changed(boundary):
@@ -418,6 +421,11 @@ class Copier:
         boundary = self._boundary
         return self._is_changing or (boundary is not None and boundary.step < self._ranks.newest_ended())
 
+    def _is_after_agreed_step(self) -> bool:
+        """Return true if all ranks have stopped after the same step, to be signalled there."""
+        words = self._file.words
+        return (words[Agreed.STATE], words[Agreed.READY]) == (AgreedState.SENT, words[Agreed.NUMBER])
+
     def _has_changed(self, boundary: Boundary) -> bool:
         path = boundary.parts.changed(boundary.versions)
         if path is not None:
@@ -444,8 +452,10 @@ class Copier:
         rank died during its copy, all would then have to go back that far.
         """
         slots = self._file.slots
-        if (protected := self._ranks.protected()) is not None:
-            free = [each for each, slot in enumerate(slots) if slot.complete_step not in protected - {None}]
+        if self._ranks.protected() is not None:
+            if not (free := self._unprotected()):
+                self._ranks.await_settled(_SETTLING, have_all_ended=self._is_after_agreed_step())
+                free = self._unprotected()
             return min(free, key=lambda each: slots[each].sequence, default=None)
         if self._older is not None and step < self._is_young_until and self._ranks.is_replicated():
             kept, number = self._older
@@ -460,24 +470,23 @@ class Copier:
             newest = max(range(layout.SLOTS), key=lambda number: slots[number].sequence)
         return (newest + 1) % layout.SLOTS
 
-    def _would_lose_common_step(self, step: int) -> bool:
-        """Return true if a copy of ``step`` could overwrite the newest step of which all ranks have a copy.
+    def _unprotected(self) -> list[int]:
+        protected = (self._ranks.protected() or set()) - {None}
+        return [each for each, slot in enumerate(self._file.slots) if slot.complete_step not in protected]
+
+    def _would_lose_common_step(self) -> bool:
+        """Return true if a copy could overwrite the newest step of which all ranks have a copy.
 
         This matters if each rank has only a part of the state. Another rank may then lack its own copy of the
         newest step that this rank has copied, so that all need the older copy, which would be overwritten.
-        If the files of the other ranks cannot be read, their copies of a step count as complete from two
-        steps later on, because the optimizer of each rank waits for the rank's copy. One step is enough if
-        all ranks have ended the same step, after which they wait for a signal.
+        On several nodes, :meth:`_free_slot` sees to that.
         """
         newest = max(
             (found for slot in self._file.slots if (found := slot.complete_step) is not None), default=None
         )
-        if newest is None or self._ranks.protected() is not None or self._ranks.is_replicated():
-            return False  # If the ranks of several nodes agree on the copies, `_free_slot` decides.
-        have_all = self._ranks.have_all_copied(newest)
-        words = self._file.words
-        is_agreed = (words[Agreed.STATE], words[Agreed.READY]) == (AgreedState.SENT, words[Agreed.NUMBER])
-        return step < newest + (1 if is_agreed else 2) if have_all is None else not have_all
+        if newest is None or self._ranks.generations is not None or self._ranks.is_replicated():
+            return False
+        return not self._ranks.have_all_copied(newest)
 
     def _target(self, number: int, parts: Parts, index: bytes) -> _Target:
         target = self._targets.get(number)

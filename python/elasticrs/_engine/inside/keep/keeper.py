@@ -291,7 +291,7 @@ class Keeper:
         every: int | None,
         mode: int,
     ) -> None:
-        self._mode = mode
+        self._mode, self._every = mode, every
         self._peers: Peers | None = None
         self.is_closed = False
         """True if this object does nothing any more, also in a child that is forked from its process."""
@@ -301,7 +301,7 @@ class Keeper:
         self._file.join(rank, self._world, attempt, mode)
         self._collector, self._values = Collector(objects, values), values
         # Ranks of other nodes have files that this process cannot read.
-        places = [] if nodes.is_job_of_several_nodes() else plan["files"]
+        places = None if nodes.is_job_of_several_nodes() else plan["files"]
         self._schedule = Schedule(self._file.words, places, rank, every, mode)
         facts = {Slot.RANK: rank, Slot.WORLD: self._world, Slot.ATTEMPT: attempt}
         notices = os.environ.get("ELASTICRS_NOTICES", "")
@@ -337,17 +337,15 @@ class Keeper:
 
     @_guarded
     def _join_peers(self) -> None:
-        """Agree with the ranks of other nodes on the periodic copies, if each node is to keep copies of
-        another one (``--keep-peers``), and the program does not say that all ranks have the same state.
-        """
-        agreement = _agreement
-        if agreement is None or agreement.nodes is None or self._mode == layout.Mode.REPLICATED:
+        """Prepare to compare this rank's periodic copies with those of the ranks of other nodes."""
+        is_replicated = self._mode == layout.Mode.REPLICATED
+        if _agreement is None or _agreement.store is None or (is_replicated and self._every is not None):
             return
         from elasticrs._engine.inside.keep.peers import Peers
 
-        assert agreement.store is not None
-        self._peers = Peers(agreement, agreement.store, agreement.nodes, self._file, say)
-        self._schedule.generations = self._peers.generations
+        self._peers = Peers(
+            _agreement, _agreement.store, self._file, self._schedule, say, has_partners=not is_replicated
+        )
 
     def _close_handover(self) -> None:
         """Stop serving this rank's copy to other nodes. None needs it when all ranks have ended a step."""
@@ -576,7 +574,7 @@ class Keeper:
             if self._plan["step"] is not None and not _has_asked:
                 kept = self._plan["step"]
                 say(f"the kept step {kept} is not restored, because the script does not call keep.restore()")
-            if self._peers is None:
+            if self._peers is None or self._peers.partner is None:
                 self._close_handover()
             self._file.drop_from(step)
             if boundary.parts.is_sharded:
@@ -599,7 +597,7 @@ class Keeper:
             torch.cuda.synchronize()
         self._copier.end_step(boundary, is_due=is_due, is_check=is_check)
         if before is None and self._peers is not None:
-            self._peers.begin(self._schedule)
+            self._peers.begin()
 
     def _has_only_gradients(self, before: Boundary | None) -> bool:
         """Return true if a step has changed only the gradients, which are not copied."""

@@ -1,18 +1,18 @@
-"""Keeps a second copy of each node's training state in the memory of another node (``--keep-peers``).
+"""Lets the ranks of several nodes tell each other which periodic copies of their states they have.
 
-If each node has only a part of the state (sharded state), it can be restored after the loss of a node only if
-another node, the *partner*, has a second copy of the lost part. All ranks make their periodic copies at the
-same steps. The copies of all ranks of one step are a *generation*. The ranks agree on each generation through
-the store through which their process groups connect.
+All ranks make their periodic copies at the same steps. The copies of all ranks of one step are a
+*generation*. The ranks compare each generation through the store through which their process groups connect.
 
-- **PEERS-1** Rank 0 announces a step ahead. At its end, each rank copies its state into its own file.
-- **PEERS-2** When all ranks have done so, each node downloads the copies of the ranks of one other node (its
-  source), except for copies of which any other node has an equal one. A downloaded copy never replaces one of
-  the newest secured generation, but an older one.
-- **PEERS-3** When all nodes have done so, the generation is *secured*: it can be restored without any one of
-  the nodes. Then rank 0 announces the next step. If a rank has made no copy, or a download has failed, the
-  generation before remains the secured one. So at any time, the remaining ranks and the partners of lost
-  nodes have all copies of one generation.
+- **PEERS-1** Unless the program says how often to copy, rank 0 announces a step ahead. At the end of the
+  step, each rank copies its state into its own file, and publishes step and checksum of the copy.
+- **PEERS-2** With ``--keep-peers``, each node then downloads the copies of the ranks of one other node (its
+  source), except for copies of which any other node has an equal one. So sharded state (of which each node
+  has only a part) can be restored after the loss of a node. A downloaded copy never replaces one of the
+  newest secured generation, but an older one.
+- **PEERS-3** When all ranks have copied the step, and all downloads are complete, the generation is
+  *secured*: without ``--keep-peers``, it can be restored as long as all nodes are there, and with it also
+  without any one of them. If a rank has made no copy, or a download has failed, the generation before
+  remains the secured one. A rank does not overwrite copies of the newest secured generation.
 - **PEERS-4** If the download of a rank's copies fails three times in a row, or a copy is too large, the
   partner gives up, and later generations count as secured without it. Errors never fail the training.
 """
@@ -27,11 +27,10 @@ from elasticrs._engine.inside.keep import layout
 from elasticrs._engine.inside.keep.file import KeepFile, OffError
 from elasticrs._engine.inside.keep.layout import Head, Slot, SlotState
 from elasticrs._engine.inside.keep.nodes import is_intact, offer_of, take_paced
-from elasticrs._engine.inside.keep.schedule import Generations
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from typing import Any
 
     from elasticrs._engine.inside.keep.nodes import Agreement, Store
@@ -95,116 +94,129 @@ def without_second_copy(copies: Sequence[Sequence[int]], nodes: Sequence[Sequenc
 
 
 class Peers:
-    """Thread of a worker that downloads the copies of one rank of another node (the *other rank*, which has
-    the same local rank) into a file in the memory of this node's agent.
+    """Thread of a worker that compares this rank's periodic copies with those of the other ranks.
 
     Args:
         agreement: the agreement of the nodes on the step that is restored.
         store: the store through which the nodes have agreed.
-        nodes: for each node, its first rank and its number of ranks, which is the same for all nodes.
         file: the file with this rank's own copies.
+        schedule: says when this rank copies its state.
         say: writes a line to the user.
+        has_partners: true if nodes may keep copies of each other's states, as ``--keep-peers`` says.
 
     Raises:
-        OffError: the file for the copies of the other rank cannot be opened.
+        OffError: the file for the copies of a rank of another node cannot be opened.
     """
 
     def __init__(
         self,
         agreement: Agreement,
         store: Store,
-        nodes: Sequence[Sequence[int]],
         file: KeepFile,
+        schedule: Schedule,
         say: Callable[[str], None],
+        *,
+        has_partners: bool = True,
     ) -> None:
-        self._agreement, plan = agreement, agreement.plan
-        self._store, self._nodes, self._own, self._say = store, nodes, file, say
-        self._memory: int = plan["memory"]
-        # A slow download must not delay the other nodes for long, unless --keep-bandwidth makes it slow.
-        self._least_rate = min(MIN_RATE, plan["bandwidth"] / 2) if plan["bandwidth"] else MIN_RATE
+        self._agreement, self._store, self._own, self._say = agreement, store, file, say
         self._rank, self._world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        self._local_rank = int(os.environ["LOCAL_RANK"])
-        self._theirs = KeepFile(plan["partner_files"][self._local_rank])
-        self._source = sources(len(nodes))[int(os.environ["GROUP_RANK"])]
-        self._source_rank = nodes[self._source][0] + self._local_rank
-        self.generations = Generations(plan["step"])
-        self._secured: int | None = plan["step"]
-        self._failed_in_all = self._failures = 0
-        """Numbers of failed downloads: of all ranks before this generation, and of this rank in a row."""
+        self._schedule = schedule
+        self._closed, self._has_ended = threading.Event(), threading.Event()
+        self._nodes = nodes = agreement.nodes if has_partners else None
+        self.partner: Partner | None = None
+        """Downloads copies of a rank of another node; ``None`` without ``--keep-peers``."""
+        if nodes is not None:
+            self.partner = Partner(agreement.plan, nodes, file, store, self._closed, say)
+        self._generations = schedule.begin_generations(agreement.plan["step"], self.partner is not None)
+        self._downloads = self._failed_in_all = 0
+        """Numbers of generations with downloads, and of failed downloads of all ranks."""
         self._longest_delay = _LONGEST_DELAY * max(1, self._world / 500)
         self._notice = 2 * self._longest_delay
-        self._schedule: Schedule | None = None
-        self._closed, self._has_ended = threading.Event(), threading.Event()
+        self._is_running = self._has_published = False
 
-    def begin(self, schedule: Schedule) -> None:
-        """Start the thread after the first training step. ``schedule`` says when to copy the state."""
-        self._schedule, self._agreement.is_restored = schedule, True
+    def begin(self) -> None:
+        """Start the thread after the first training step."""
+        self._agreement.is_restored = self._is_running = self._generations.are_compared = True
         with without_signals():
-            threading.Thread(target=self._run, args=(schedule,), name="elasticrs-peers", daemon=True).start()
+            threading.Thread(target=self._run, name="elasticrs-peers", daemon=True).start()
 
     def close(self) -> None:
         """Tell the thread to end, and wait for its end, but at most :data:`_END_LIMIT` seconds."""
         self._closed.set()
-        self.generations.close()
-        if self._schedule is not None:
+        self._generations.close()
+        if self._is_running:
             self._has_ended.wait(_END_LIMIT)
 
-    def _run(self, schedule: Schedule) -> None:
-        number = 0
+    def _run(self) -> None:
+        number: int | None = None
         try:
             while True:
-                self._share(number, self.generations.wait(), schedule)
-                if self._rank == 0:
-                    self._store.set("next", [number + 1, [schedule.upcoming(self._notice), self._secured]])
-                number += 1
-                announced, secured = self._await("next", number)
-                if secured is not None:
-                    self._own.words[Head.SECURED] = secured + 1
-                if announced is None:
+                number, step = self._generations.wait(number)
+                found = self._compare(number, step)
+                if found is None:
+                    continue  # This rank has a newer copy, which is compared instead.
+                is_whole, senders, are_equal = found
+                if is_whole:
+                    self._schedule.note_equal(are_equal)
+                is_secured = is_whole and (not senders or self._are_downloaded(number, step, senders))
+                self._generations.settle(step, is_secured=is_secured)
+                if self.partner is not None and self._generations.secured is not None:
+                    self._own.words[Head.SECURED] = self._generations.secured + 1
+                if self._generations.are_announced and not self._announce(number, is_whole=is_whole):
                     return
-                self.generations.announce(announced, secured)
         except _ClosedError:
             return
         # An error in this thread, for example of the store, must not end the training.
         except Exception as error:
             # The store may be lost with its node. Then the agent stops this process, and no line is needed.
-            if not self._closed.wait(_QUIET):
-                self._say(f"no more periodic copies are made, here and on the partner node: {error!r}")
+            if self._generations.are_announced and not self._closed.wait(_QUIET):
+                self._say(f"no more periodic copies are made, here and on the other nodes: {error!r}")
         finally:
+            self._generations.are_compared = False
             self._has_ended.set()
 
-    def _share(self, number: int, step: int | None, schedule: Schedule) -> None:
-        """Complete a generation (the copies of all ranks of one step): wait until all ranks have made their
-        copies, and download that of the other rank. ``step`` is the step of this rank's copy, if it has one.
+    def _announce(self, number: int, *, is_whole: bool) -> bool:
+        """Agree with the other ranks on the next step to copy. Return false if none is to be copied."""
+        if self._rank == 0:
+            if not is_whole and number != self._agreement.plan["step"]:
+                self._notice = min(_LONGEST_NOTICE, 2 * self._notice)  # A rank learned of the step too late.
+            self._store.set("next", [number, self._schedule.upcoming(self._notice)])
+        announced = self._await("next", number)
+        if announced is not None:
+            self._generations.announce(announced)
+        return announced is not None
+
+    def _compare(self, number: int, step: int | None) -> tuple[bool, list[int], bool] | None:
+        """Publish this rank's copy of a generation, and wait until all ranks have done so. Return three
+        values: whether all ranks have a copy, the ranks whose copies another node must download, and whether
+        all copies are equal. Return ``None`` if this rank has meanwhile made a copy of another generation.
         """
         if self._closed.is_set():
             raise _ClosedError
-        self._store.set(f"copied/{self._rank}", self._copy_of(step))
-        self._store.add("copied", 1)
+        self._store.set(f"copied/{self._rank}", [number, self._copy_of(step)])
+        if not self._has_published:
+            self._has_published = True
+            self._store.add("published", 1)
         if self._rank == 0:
-            self._await_count("copied", self._world * (number + 1))
-            self._store.set("send", [number, self._compared()])
-        is_whole, senders, schedule.are_all_equal = self._await("send", number)
-        if step is not None and self._source_rank in senders:
-            self._take(step)
-        self._store.add("taken", 1)
-        if self._rank == 0:
-            if not is_whole and number:
-                self._notice = min(_LONGEST_NOTICE, 2 * self._notice)  # A rank learned of the step too late.
-            self._await_count("taken", self._world * (number + 1))
-            before, self._failed_in_all = self._failed_in_all, self._store.add("failed", 0)
-            if is_whole and before == self._failed_in_all:
-                self._secured = step
+            for _ in self._looks():
+                if not self._generations.is_newest(number):
+                    return None
+                if self._store.add("published", 0) < self._world:
+                    continue
+                found = self._store.get_all([f"copied/{rank}" for rank in range(self._world)])
+                if all(each[0] == number for each in found):
+                    break
+            self._store.set("compared", [number, self._compared([copy for _, copy in found])])
+        compared: tuple[bool, list[int], bool] | None = self._await("compared", number)
+        return compared
 
-    def _compared(self) -> tuple[bool, list[int], bool]:
-        """Compare the copies of all ranks. Return three values: whether all are of the same step, the ranks
-        whose copies another node must download, and whether all copies are equal.
-        """
-        copies = self._store.get_all([f"copied/{rank}" for rank in range(self._world)])
-        if None in copies or len({copy[0] for copy in copies}) > 1:
+    def _compared(self, copies: Sequence[Sequence[int] | None]) -> tuple[bool, list[int], bool]:
+        """Compare the copies of all ranks; see :meth:`_compare`."""
+        there = [copy for copy in copies if copy is not None]
+        if len(there) < len(copies) or len({copy[0] for copy in there}) > 1:
             return False, [], False
-        senders = without_second_copy(copies, self._nodes)
-        return True, senders, not senders and len(set(map(tuple, copies))) == 1
+        senders = [] if self._nodes is None else without_second_copy(there, self._nodes)
+        return True, senders, len(set(map(tuple, there))) == 1
 
     def _copy_of(self, step: int | None) -> list[int] | None:
         """Return step, checksum and layout of this rank's copy of ``step``; ``None`` without this copy."""
@@ -213,12 +225,89 @@ class Peers:
                 return [step, slot.words[Slot.DIGEST], slot.words[Slot.LAYOUT]]
         return None
 
-    def _take(self, step: int) -> None:
-        """Download the other rank's copy of a step, if it is not here yet. Tell the user if that fails."""
+    def _are_downloaded(self, number: int, step: int | None, senders: Sequence[int]) -> bool:
+        """Download the other rank's copy of ``step``, if it is needed. Wait until all ranks have done so.
+        Return true if no download has failed.
+        """
+        assert self.partner is not None
+        if step is not None and self.partner.rank in senders:
+            self.partner.take(step, self._generations.secured)
+        self._downloads += 1
+        self._store.add("taken", 1)
+        if self._rank == 0:
+            for _ in self._looks():
+                if self._store.add("taken", 0) >= self._world * self._downloads:
+                    break
+            before, self._failed_in_all = self._failed_in_all, self._store.add("failed", 0)
+            self._store.set("done", [number, before == self._failed_in_all])
+        return bool(self._await("done", number))
+
+    def _await(self, key: str, number: int) -> Any:
+        """Wait until rank 0 has set a key of the store for the generation ``number``. Return the value;
+        ``None`` if this rank has meanwhile made a copy of another generation.
+        """
+        for _ in self._looks():
+            if self._store.has(key) and (found := self._store.get(key))[0] == number:
+                return found[1]
+            if not self._generations.is_newest(number):
+                return None
+        raise AssertionError
+
+    def _looks(self) -> Iterator[None]:
+        """Yield now and after each of longer and longer pauses, so that the caller looks into the store."""
+        delay = _FIRST_DELAY
+        while True:
+            yield
+            if self._closed.wait(delay):
+                raise _ClosedError
+            delay = min(self._longest_delay, delay * 1.5)
+
+
+class Partner:
+    """Downloads the copies of one rank of another node (the *other rank*, which has the same local rank) into
+    a file in the memory of this node's agent.
+
+    Args:
+        plan: what the agent tells this worker, such as the place of that file.
+        nodes: for each node, its first rank and its number of ranks, which is the same for all nodes.
+        own: the file with this rank's own copies.
+        store: the store in which the other rank has published the address of its server.
+        closed: is set when the program ends.
+        say: writes a line to the user.
+
+    Raises:
+        OffError: the file cannot be opened.
+    """
+
+    def __init__(
+        self,
+        plan: Mapping[str, Any],
+        nodes: Sequence[Sequence[int]],
+        own: KeepFile,
+        store: Store,
+        closed: threading.Event,
+        say: Callable[[str], None],
+    ) -> None:
+        self._own, self._store, self._closed, self._say = own, store, closed, say
+        self._memory: int = plan["memory"]
+        # A slow download must not delay the other nodes for long, unless --keep-bandwidth makes it slow.
+        self._least_rate = min(MIN_RATE, plan["bandwidth"] / 2) if plan["bandwidth"] else MIN_RATE
+        self._world, self._local_rank = int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_RANK"])
+        self._theirs = KeepFile(plan["partner_files"][self._local_rank])
+        self._source = sources(len(nodes))[int(os.environ["GROUP_RANK"])]
+        self.rank = nodes[self._source][0] + self._local_rank
+        """Number of the other rank."""
+        self._failures = 0
+        """Number of failed downloads in a row."""
+
+    def take(self, step: int, secured: int | None) -> None:
+        """Download the other rank's copy of a step, if it is not here yet. Do not replace that of the step
+        ``secured``. Tell the user if that fails.
+        """
         if self._failures == _MOST_FAILURES or self._theirs_of(step):
             return
         try:
-            self._download(step)
+            self._download(step, secured)
             self._failures = 0
         except (OSError, OffError) as error:
             # When the training ends, this fails if the other rank ended first. Then this process ends soon.
@@ -231,13 +320,13 @@ class Peers:
                 self._store.add("failed", 1)
                 follows = "the copy before is kept here, and the next one is tried"
             self._say(
-                f"rank {self._source_rank}'s copy of step {step} cannot be downloaded from its node"
+                f"rank {self.rank}'s copy of step {step} cannot be downloaded from its node"
                 f" {self._source}: {error}; {follows}"
             )
 
     def _theirs_of(self, step: int | None) -> list[int]:
         """Return the numbers of the slots (regions of a file) that have the other rank's copy of a step."""
-        expected = SlotState.COMPLETE, step, self._source_rank, self._world
+        expected = SlotState.COMPLETE, step, self.rank, self._world
         words = (Slot.STATE, Slot.STEP, Slot.RANK, Slot.WORLD)
         heads = ((number, slot.words) for number, slot in enumerate(self._theirs.slots))
         return [
@@ -246,33 +335,12 @@ class Peers:
             if head is not None and tuple(head[word] for word in words) == expected
         ]
 
-    def _download(self, step: int) -> None:
+    def _download(self, step: int, secured: int | None) -> None:
         offer = offer_of(self._store.get(f"offer/{self._source}/{self._local_rank}"))
         room = self._memory - layout.SLOTS * max(slot.capacity for slot in self._own.slots)
-        kept = self._theirs_of(self.generations.secured)
+        kept = self._theirs_of(secured)
         number = take_paced(offer, step, self._theirs, room // layout.SLOTS, kept, self._least_rate)
         slot = self._theirs.slots[number]
         if number not in self._theirs_of(step) or not is_intact(slot):
             slot.drop()
             raise ConnectionError("its checksum is wrong")
-
-    def _await(self, key: str, number: int) -> Any:
-        """Wait until rank 0 has set a key of the store for the generation ``number``. Return the value."""
-        for _ in self._looks():
-            if self._store.has(key) and (found := self._store.get(key))[0] == number:
-                return found[1]
-        raise AssertionError
-
-    def _await_count(self, key: str, count: int) -> None:
-        for _ in self._looks():
-            if self._store.add(key, 0) >= count:
-                return
-
-    def _looks(self) -> Iterator[None]:
-        """Yield now and after each of longer and longer pauses, so that the caller looks into the store."""
-        delay = _FIRST_DELAY
-        while True:
-            yield
-            if self._closed.wait(delay):
-                raise _ClosedError
-            delay = min(self._longest_delay, delay * 1.5)

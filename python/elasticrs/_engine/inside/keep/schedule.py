@@ -33,50 +33,86 @@ one. It is odd, because ranks that average their parameters only in every second
 at only one of the two copies.
 """
 
+_EQUAL = 2
+"""Number of generations in a row whose copies must be equal, so that the state counts as replicated."""
+
 _REPLICATED_NS = 60_000_000_000
 """Minimum nanoseconds between two periodic copies if all ranks have the same state. Few are needed then,
 because any rank that survives a failure can still copy the newest state.
 """
 
 _FIXED = 10
-"""Number of steps between two copies if this process cannot read the announcements in rank 0's file."""
+"""Number of steps between two copies if rank 0 cannot tell this rank when to make them."""
 
 
 class Generations:
-    """The periodic copies on which the ranks of several nodes have agreed (see :mod:`.peers`). The training,
-    the thread that copies, and the thread that talks to the other nodes use this object.
+    """The periodic copies that the ranks of several nodes make at the same steps; those of one step are a
+    *generation*. A generation is *secured* when it is known that it can be restored: each rank has its copy,
+    and with ``--keep-peers``, another node has a second one. The training, the thread that copies, and the
+    thread of :class:`.Peers`, which talks to the other nodes, use this object.
 
     Args:
-        secured: the newest step of which every rank has a copy, also on another node if it must be there;
-            ``None`` if there is none. Copies of this step stay.
+        secured: the newest step of which every rank has a copy; ``None`` if there is none.
     """
 
     def __init__(self, secured: int | None) -> None:
         self._changed = Condition()
         self.secured = self._copied = secured
         self._announced: int | None = None
+        self._number = self._finished = -1 if secured is None else secured
         self._ended: int | None = None
-        self._is_done = True
+        self._steps_since = 0
+        self.are_announced = False
+        """True if rank 0 announces each copy to the other ranks. Otherwise, all ranks know its step."""
+        self.has_partners = False
+        """True if nodes keep second copies of each other's states."""
+        self.are_compared = False
+        """True while the ranks tell each other which copies they have."""
         self.is_closed = False
 
-    def announce(self, step: int, secured: int | None) -> None:
-        """Have the state copied when ``step`` ends. ``secured`` is the newest secured step by now."""
+    def announce(self, step: int) -> None:
+        """Have the state copied when ``step`` ends. If it has ended already, there is no copy of it."""
         with self._changed:
-            self._announced, self.secured, self._copied = step, secured, None
-            self._is_done = self._ended is not None and self._ended >= step
+            self._announced = step
+            if self._ended is not None and self._ended >= step:
+                self._copied = None
+                self._finish(step)
 
-    def is_due(self, before: int, step: int) -> bool:
-        """Return whether to copy the state at the end of ``step``, which follows ``before``."""
+    def end_step(self, step: int) -> None:
+        """Note that this rank has ended a step. When it has ended two steps since its newest copy, all ranks
+        have completed that copy: before each change of its state, a rank waits for its own copy, and it
+        changes its state only when all ranks have ended the step before.
+        """
         with self._changed:
             self._ended = step
-            is_due = not self._is_done and self._announced is not None and before < self._announced <= step
-            if is_due:
-                self._copied = step
-            return is_due
+            self._steps_since += 1
+            if self._steps_since >= 2:
+                self._infer()
+
+    def _infer(self) -> None:
+        if self._copied is not None and not self.has_partners:
+            self.secured = self._copied
+            self._changed.notify_all()
+
+    def is_due(self, before: int, step: int) -> bool:
+        """Return whether to copy the state at the end of ``step``, which follows ``before``, because the copy
+        has been announced.
+        """
+        is_due = self._announced is not None and before < self._announced <= step
+        if is_due and self._announced is not None:
+            self.begin_copy(step, self._announced)
+        return is_due
+
+    def begin_copy(self, step: int, number: int) -> None:
+        """Note that this rank is about to copy ``step``, for the generation with this number, which is larger
+        than those of earlier ones.
+        """
+        with self._changed:
+            self._copied, self._number, self._steps_since = step, number, 0
 
     def protected(self) -> set[int | None]:
-        """Return the steps whose copies this rank must not overwrite, because after the loss of a node one of
-        them may be the only step of which all ranks have a copy.
+        """Return the steps whose copies this rank must not overwrite, because one of them may be the only
+        step of which all ranks have a copy.
         """
         with self._changed:
             return {self.secured, self._copied}
@@ -84,18 +120,43 @@ class Generations:
     def note_copy(self, step: int, *, is_kept: bool) -> None:
         """Note that a periodic copy has been made, or has failed."""
         with self._changed:
-            if step == self._copied and not self._is_done:
+            if step == self._copied and self._finished < self._number:
                 self._copied = step if is_kept else None
-                self._is_done = True
-                self._changed.notify_all()
+                self._finish(self._number)
 
-    def wait(self) -> int | None:
-        """Wait until this rank has ended the announced step. Return the step of its copy, which may be
-        larger; ``None`` if it has made none.
+    def _finish(self, number: int) -> None:
+        self._number = self._finished = number
+        self._changed.notify_all()
+
+    def wait(self, seen: int | None) -> tuple[int, int | None]:
+        """Wait until this rank has made its copy of a generation after the one with the number ``seen``, or
+        has failed to do so. Return the generation's number and the step of the copy; ``None`` without one.
         """
         with self._changed:
-            self._changed.wait_for(lambda: self._is_done or self.is_closed)
-            return None if self.is_closed else self._copied
+            self._changed.wait_for(lambda: self._finished != seen or self.is_closed)
+            return self._finished, None if self.is_closed else self._copied
+
+    def is_newest(self, number: int) -> bool:
+        """Return true if this rank has made no copy since that of the generation with this number."""
+        return self._finished == number
+
+    def settle(self, step: int | None, *, is_secured: bool) -> None:
+        """Note whether the generation of ``step`` is secured. If not, its copies may be replaced."""
+        with self._changed:
+            if step is not None and step == self._copied:
+                self.secured, self._copied = (step, step) if is_secured else (self.secured, None)
+                self._changed.notify_all()
+
+    def await_settled(self, limit: float, *, have_all_ended: bool) -> None:
+        """Wait until it is known whether the newest generation is secured, but at most ``limit`` seconds. If
+        all ranks have ended a step after it (``have_all_ended``), they have completed their copies.
+        """
+        with self._changed:
+            if have_all_ended:
+                self._infer()
+            self._changed.wait_for(
+                lambda: self._copied in (None, self.secured) or not self.are_compared, limit
+            )
 
     def close(self) -> None:
         """Let :meth:`wait` return."""
@@ -109,22 +170,22 @@ class Schedule:
 
     Args:
         words: words of the head of the file in which this rank keeps copies of its state.
-        places: places of such files of all ranks, by rank; empty if some are on other nodes.
+        places: places of such files of all ranks, by rank; ``None`` if some are on other nodes.
         rank: this rank.
         every: number of steps from one periodic copy to the next, as for :class:`.Keeper`.
         mode: a code of :class:`.Mode`: whether all ranks have the same state.
     """
 
     def __init__(
-        self, words: memoryview, places: Sequence[str], rank: int, every: int | None, mode: int
+        self, words: memoryview, places: Sequence[str] | None, rank: int, every: int | None, mode: int
     ) -> None:
-        self._words, self._places, self._rank = words, places, rank
+        self._words, self._places, self._rank = words, places or (), rank
         self._every, self._mode = every, mode
         self._peers: list[KeepFile] | None = None
-        self.generations: Generations | None = None
-        """If the ranks of several nodes agree on the copies, what they have agreed on."""
-        self.are_all_equal = False
-        """True if the ranks of several nodes have found by their copies that all have the same state."""
+        self.generations = Generations(None) if places is None else None
+        """The copies that the ranks of several nodes make; ``None`` if all ranks are on one node."""
+        self._equal_copies = 0
+        """Number of the latest generations in a row in which the copies of all ranks were equal."""
         self._count = 0
         self._before: int | None = None
         self._stride = 1
@@ -145,7 +206,9 @@ class Schedule:
             self._began_ns = monotonic_ns()
         is_check = self._mode == Mode.AUTO and self._count == _CHECKED
         if self.generations is not None:
-            return self.generations.is_due(before, step) or is_check, is_check
+            self.generations.end_step(step)
+            if self.generations.are_announced:
+                return self.generations.is_due(before, step) or is_check, is_check
         if self._every is not None:
             is_due = self._every > 0 and step // self._every > before // self._every
         elif self._leader() is None:
@@ -156,6 +219,8 @@ class Schedule:
         # rank died while it copied the first of the two, no step would be left that both ranks have copied.
         is_before_check = self._mode == Mode.AUTO and self._count == _CHECKED - 1
         self._has_copied = is_check or (is_due and not self._has_copied and not is_before_check)
+        if self._has_copied and self.generations is not None:
+            self.generations.begin_copy(step, step)
         return self._has_copied, is_check
 
     def _is_announced(self, before: int, step: int, is_idle: bool) -> bool:
@@ -172,11 +237,34 @@ class Schedule:
             self._words[Head.NEXT] = self._announced + 1
         return is_due
 
-    def protected(self) -> set[int | None] | None:
-        """Return the steps whose copies this rank must not overwrite, if the ranks of several nodes agree on
-        the copies, and do not have the same state. See :meth:`Generations.protected`.
+    def begin_generations(self, secured: int | None, has_partners: bool) -> Generations:
+        """Return the object by which the ranks of several nodes agree on copies. ``secured`` is the step that
+        all ranks restore. ``has_partners`` is true if nodes keep second copies of each other's states.
         """
-        return None if self.generations is None or self.are_all_equal else self.generations.protected()
+        self.generations = made = Generations(secured)
+        self._equal_copies = _EQUAL * self._words[Head.WAS_REPLICATED]
+        made.has_partners, made.are_announced = has_partners, has_partners or self._every is None
+        return made
+
+    def note_equal(self, are_equal: bool) -> None:
+        """Note whether the copies of all ranks of several nodes were equal. Also note in this rank's file if
+        all ranks have the same state, because after the loss of a node, its copies cannot be compared.
+        """
+        self._equal_copies = self._equal_copies + 1 if are_equal else 0
+        self._words[Head.WAS_REPLICATED] = int(self.is_replicated())
+
+    def protected(self) -> set[int | None] | None:
+        """Return the steps whose copies this rank must not overwrite, if the ranks are on several nodes, and
+        may have different states. See :meth:`Generations.protected`.
+        """
+        if self.generations is None or self.is_replicated():
+            return None
+        return self.generations.protected()
+
+    def await_settled(self, limit: float, *, have_all_ended: bool) -> None:
+        """Wait until it is known which copies :meth:`protected` must return; see :class:`Generations`."""
+        if self.generations is not None:
+            self.generations.await_settled(limit, have_all_ended=have_all_ended)
 
     def upcoming(self, notice: float) -> int | None:
         """Return the step of the next copy that rank 0 announces to the ranks of several nodes; ``None`` if
@@ -189,7 +277,10 @@ class Schedule:
         first = self._before + ahead * self._stride
         if self._every is not None:
             return -(-first // self._every) * self._every
-        self._announced = max(first, (self._announced or 0) + self._interval() * self._stride)
+        step = max(first, (self._announced or 0) + self._interval() * self._stride)
+        # Two copies in a row are an odd number of steps apart; see `_FIRST_AHEAD`.
+        is_even = self._announced is not None and (step - self._announced) // self._stride % 2 == 0
+        self._announced = step + is_even * self._stride
         return self._announced
 
     def _step_ns(self) -> int:
@@ -207,9 +298,13 @@ class Schedule:
         return max(_AHEAD, ceil(blocked / (_SHARE * step_ns)), ceil(least))
 
     def is_replicated(self) -> bool:
-        """Return true if all ranks have the same state. Assume so until the first copies are compared."""
-        if self._mode != Mode.AUTO or self.are_all_equal:
+        """Return true if all ranks have the same state. Assume so on one node until the first copies are
+        compared, and not on several nodes.
+        """
+        if self._mode != Mode.AUTO or self._equal_copies >= _EQUAL:
             return self._mode != Mode.SHARDED
+        if self.generations is not None:
+            return False
         if not self._words[Head.CHECK_STEP]:
             return True
         checks = {(each[Head.CHECK_STEP], each[Head.CHECK_DIGEST]) for each in self._others()}
@@ -223,13 +318,14 @@ class Schedule:
         for number, word in enumerate(twins or (0, 0, 0)):
             self._words[Head.TWINS + number] = word
 
-    def have_all_copied(self, step: int) -> bool | None:
-        """Return whether each rank has a complete copy of ``step``; ``None`` if the files cannot be read."""
+    def have_all_copied(self, step: int) -> bool:
+        """Return true if each rank of this node has a complete copy of ``step``."""
         self._others()
+        files = self._peers or ()
         try:
-            return all(each.has_copy(step) for each in self._peers) if self._peers else None
+            return bool(files) and all(each.has_copy(step) for each in files)
         except (OSError, OffError):
-            return None  # The agent has ended, and the files were in its memory.
+            return False  # The agent has ended, and the files were in its memory.
 
     def newest_ended(self) -> int:
         """Return the newest step that any of the ranks has ended; -1 if there is none."""
