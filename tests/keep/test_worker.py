@@ -171,15 +171,15 @@ def test_rank_of_several_nodes_ends_the_step_whose_gradients_it_has(agent, nodes
             assert step_of(agent) == 3
 
 
-@pytest.mark.parametrize(("is_agreed", "step"), [(False, 1), (True, 2)])
+@pytest.mark.parametrize(("is_agreed", "step"), [(False, 3), (True, 4)])
 def test_rank_of_several_nodes_copies_an_agreed_step_right_after_another_copy(agent, is_agreed, step):
-    """Without agreement, another rank may still be making its copy of step 1, and may die."""
+    """Without agreement, another rank may still be making its copy of step 3, and may die."""
     agent.begin()
     with agent.worker(preamble="os.environ['GROUP_WORLD_SIZE'] = '2'") as worker:
         worker.run(model(every=1, replicated=False))
-        worker.run("train(1); keep._keeper._copier.wait_until_complete(60); train(2)")
+        worker.run("train(1); train(2); train(3); keep._keeper._copier.wait_until_complete(60); train(4)")
         name = agent.joined()
-        assert step_of(agent) == 1
+        assert step_of(agent) == 3
         if is_agreed:
             with closing(agent.file()) as file:
                 file.words[Agreed.STATE] = AgreedState.SENT
