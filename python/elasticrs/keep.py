@@ -45,7 +45,7 @@ class Source(NamedTuple):
             ``--keep-save``, in which an earlier job has saved the copy.
         exact: true if all parts of this rank's state are from the end of that step.
         behind: ranks whose random numbers and other small state are of another step, or were lost.
-        at_death: true if the copy was made because of a failure, false if it was a periodic copy.
+        at_death: true if the copy was made because of a failure or a stop, false if it was a periodic copy.
         from_rank: the rank that made the copy.
     """
 

@@ -14,14 +14,14 @@ from elasticrs._engine.inside.keep.choice import (
     failed_soon,
     refused_of,
 )
-from elasticrs._engine.inside.keep.layout import Answer, Mode
+from elasticrs._engine.inside.keep.layout import Answer, Mode, Why
 
 MOST = 6
 """Highest step in the generated holdings."""
 
 
 def replicated(steps, small=(), **more):
-    slots = tuple(KeptSlot(index, step, is_at_death=True) for index, step in enumerate(steps))
+    slots = tuple(KeptSlot(index, step, why_copied=Why.AT_DEATH) for index, step in enumerate(steps))
     return Holding(slots, frozenset(small), mode=Mode.REPLICATED, **more)
 
 

@@ -9,7 +9,7 @@ from helpers.keep_agent import KeepAgent
 from helpers.procs import wait_until
 
 from elasticrs._engine.inside.keep import layout
-from elasticrs._engine.inside.keep.choice import choose
+from elasticrs._engine.inside.keep.choice import choose, refused_of
 from elasticrs._engine.inside.keep.layout import Agreed, AgreedState, Answer, Head, Slot, Why
 
 pytestmark = pytest.mark.torch
@@ -186,6 +186,9 @@ def test_rank_of_several_nodes_copies_an_agreed_step_right_after_another_copy(ag
                 file.words[Agreed.READY] = file.words[Agreed.NUMBER] = 1
         assert agent.order(name) == Answer.KEPT
         assert step_of(agent) == step
+        with closing(agent.file()) as file:
+            reasons = {slot.words[Slot.WHY] for slot in file.slots}
+            assert reasons == ({Why.PERIODIC, Why.AT_STOP} if is_agreed else {Why.PERIODIC})
 
 
 def step_of(agent, rank=0):
@@ -615,6 +618,27 @@ def test_what_cannot_be_kept_is_said_once(agent, said):
     assert code == 0
     assert told.count("\n") == 1
     assert said in told
+
+
+def test_a_rank_that_cannot_load_what_another_has_loaded_ends_and_leaves_the_older_copies(programs):
+    with closing(KeepAgent(programs, 2)) as agent:
+        agent.begin()
+        with agent.worker(0, model(2, replicated=True)) as first, agent.worker(1, model(2)) as second:
+            for step in range(1, 5):
+                for worker in (first, second):
+                    worker.run(f"train({step}); keep._keeper._copier.wait_until_complete(60)")
+        agent.begin(step=4)
+        with agent.worker(0, model()) as first, agent.worker(1, model()) as second:
+            second.run("scheduler.load_state_dict = None")
+            second.send("keep.restore()")
+            assert first.run("keep.restore()") == 4
+            code, said = second.end()
+            assert code == 1
+            assert "step 4 is not restored" in said
+        holdings = {rank: agent.files.holding(rank, rank, 2) for rank in (0, 1)}
+        assert [sorted(slot.step for slot in each.slots) for each in holdings.values()] == [[3, 4], [3, 4]]
+        assert refused_of([*holdings.values()]) == 4
+        assert choose(holdings, 2, refused=4, was_replicated=True).step == 3
 
 
 def test_a_line_that_holds_for_several_ranks_is_written_once(programs):

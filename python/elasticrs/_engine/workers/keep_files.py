@@ -323,7 +323,7 @@ def _kept_slot(index: int, words: tuple[int, ...]) -> KeptSlot:
         layout=words[Slot.LAYOUT],
         digest=words[Slot.DIGEST],
         sequence=words[Slot.SEQUENCE],
-        is_at_death=words[Slot.WHY] == layout.Why.AT_DEATH,
+        why_copied=words[Slot.WHY],
     )
 
 

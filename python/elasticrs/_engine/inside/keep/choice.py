@@ -20,7 +20,7 @@ attempt, the agent reads which steps each file contains (a rank's *holding*).
 
 from __future__ import annotations
 
-from elasticrs._engine.inside.keep.layout import Answer, Mode
+from elasticrs._engine.inside.keep.layout import Answer, Mode, Why
 from elasticrs._engine.job import phrases
 from elasticrs._engine.job.value import Value, fresh
 
@@ -53,7 +53,8 @@ class KeptSlot(Value):
     layout: int = 0
     digest: int = 0
     sequence: int = 0
-    is_at_death: bool = False
+    why_copied: int = Why.PERIODIC
+    """A code of :class:`.Why`."""
 
 
 class Holding(Value):
@@ -106,9 +107,8 @@ class Holding(Value):
         """
         fields: dict[str, Any] = dict(record)
         slots = []
-        for *numbers, is_at_death in fields["slots"]:
-            index, step, attempt, layout, digest, sequence = map(_whole, numbers)
-            slots.append(KeptSlot(index, step, attempt, layout, digest, sequence, bool(is_at_death)))
+        for index, step, attempt, layout, digest, sequence, why in fields["slots"]:
+            slots.append(KeptSlot(*map(_whole, (index, step, attempt, layout, digest, sequence, why))))
         check, small = fields["check"], frozenset(map(_whole, fields["small"]))
         fields["off"] = str(fields["off"])
         for name in ("attempt", "ended", "mode", "restored", "answer", "changes", "refused"):
@@ -151,7 +151,7 @@ class Choice(Value):
         ranks: number of ranks of the attempt that has ended.
         lost: number of completed steps after ``step``, which have to be trained again. 0 if ``step`` is
             ``None``, because their number is then unknown.
-        is_at_death: true if a rank copied this step because it was about to be stopped.
+        why_copied: a code of :class:`.Why`: whether ranks copied this step because of a failure or a stop.
         is_replicated: true if all ranks have the same state, so that any rank's copy serves all of them.
         why: why no step, or no newer one, can be restored. Empty if no step is lost or no rank uses ``Keep``.
         folder: folder on a disk in which this step is saved; empty if it is in memory only.
@@ -164,7 +164,7 @@ class Choice(Value):
     _: KW_ONLY
     ranks: int = 0
     lost: int = 0
-    is_at_death: bool = False
+    why_copied: int = Why.PERIODIC
     is_replicated: bool = False
     why: str = ""
     folder: str = ""
@@ -178,7 +178,7 @@ class Choice(Value):
             "why": self.why,
             "kept_by": list(self.kept_by),
             "ranks": self.ranks,
-            "at_death": self.is_at_death,
+            "at_death": self.why_copied,
             "lost": self.lost,
         }
 
@@ -194,7 +194,7 @@ class Choice(Value):
             kept_by=tuple(map(_whole, facts["kept_by"])),
             ranks=_whole(facts["ranks"]),
             lost=_whole(facts["lost"]),
-            is_at_death=bool(facts["at_death"]),
+            why_copied=_whole(facts["at_death"]),
             why=phrases.printable(str(facts["why"]), _MAX_WHY),
         )
 
@@ -210,7 +210,7 @@ class Choice(Value):
             "exact": self.is_exact,
             "kept_by": [*self.kept_by],
             "ranks": self.ranks,
-            "at_death": self.is_at_death,
+            "at_death": bool(self.why_copied),
             "why": self.why or None,
         }
 
@@ -237,7 +237,7 @@ class Choice(Value):
         assert self.step is not None
         by = len(self.kept_by), self.ranks
         return describe(
-            self.step, self.lost, by, self.behind, is_at_death=self.is_at_death, folder=folder, why=self.why
+            self.step, self.lost, by, self.behind, why_copied=self.why_copied, folder=folder, why=self.why
         )
 
 
@@ -247,14 +247,14 @@ def describe(
     kept_by: tuple[int, int],
     behind: Sequence[int],
     *,
-    is_at_death: bool,
+    why_copied: int,
     folder: str,
     why: str,
 ) -> str:
     """Describe a chosen step for the user. ``kept_by`` has two numbers: how many ranks have copied the step,
     and how many ranks there were. The other arguments are as in :class:`Choice`.
     """
-    when = " at the failure" if is_at_death else ""
+    when = {Why.AT_DEATH: " at the failure", Why.AT_STOP: " at the stop"}.get(why_copied, "")
     saved = f" and saved in {folder}" if folder else ""
     text = f"step {step}, copied{when} by {kept_by[0]} of {kept_by[1]} ranks{saved}"
     text += f", {lost} step{'s' if lost != 1 else ''} lost"
@@ -315,7 +315,7 @@ def choose(
             tuple(sorted(kept)),
             ranks=ranks,
             lost=max(0, (step if ended is None else ended) - step),
-            is_at_death=any(slot.is_at_death for slot in kept.values()),
+            why_copied=max(slot.why_copied for slot in kept.values()),
             is_replicated=are_equal,
         )
         if not behind:

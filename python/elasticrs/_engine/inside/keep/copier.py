@@ -390,7 +390,7 @@ class Copier:
                     Slot.STEP: boundary.step,
                     Slot.LAYOUT: parts.layout,
                     Slot.DATA_LENGTH: parts.size,
-                    Slot.WHY: why,
+                    Slot.WHY: Why.AT_STOP if why == Why.AT_DEATH and self._is_stop_planned() else why,
                 },
             )
             with torch.no_grad():
@@ -420,6 +420,10 @@ class Copier:
         """
         boundary = self._boundary
         return self._is_changing or (boundary is not None and boundary.step < self._ranks.newest_ended())
+
+    def _is_stop_planned(self) -> bool:
+        """Return true if the agent has announced a signal to all ranks, and no rank has failed since then."""
+        return self._file.words[Agreed.STATE] != AgreedState.NONE
 
     def _is_after_agreed_step(self) -> bool:
         """Return true if all ranks have stopped after the same step, to be signalled there."""

@@ -33,6 +33,9 @@ if TYPE_CHECKING:
     from elasticrs._engine.inside.keep.state import Boundary
     from elasticrs._engine.inside.keep.trees import Path
 
+_REFUSAL_LIMIT = 10.0
+"""Maximum seconds for which a rank that cannot load its copy waits to see what the other ranks do."""
+
 _EXIT_LIMIT = 10.0
 """Maximum seconds for which the program, when it exits, waits for a copy that is being made."""
 
@@ -234,11 +237,11 @@ def _notice_backward(before: Callable[[], None], after: Callable[[], None]) -> C
 class Restored:
     """What :meth:`Keeper.restore` has loaded. ``from_rank`` is the rank whose copy it has loaded."""
 
-    def __init__(self, plan: Mapping[str, Any], *, is_exact: bool, at_death: bool) -> None:
+    def __init__(self, plan: Mapping[str, Any], *, is_exact: bool, why_copied: int) -> None:
         self.step: int = plan["step"]
         self.exact = is_exact
         self.behind: list[int] = plan["behind"]
-        self.at_death = at_death
+        self.at_death = bool(why_copied)
         self.is_from_disk = bool(plan.get("folder"))
         self.partner: int | None = plan.get("partner")
         """The node that had a copy of this rank's state, because the rank's own node was lost."""
@@ -416,13 +419,13 @@ class Keeper:
             self._refuse(step, repr(error), error)
             return None
         is_exact = plan["exact"] and small is not None and not stale
-        found = Restored(plan, is_exact=is_exact, at_death=kept.is_at_death)
+        found = Restored(plan, is_exact=is_exact, why_copied=kept.why_copied)
         text = choice.describe(
             step,
             plan["lost"],
             (len(plan["kept_by"]), plan["ranks"]),
             found.behind,
-            is_at_death=found.at_death,
+            why_copied=kept.why_copied,
             folder=plan.get("folder", ""),
             why=plan["why"],
         )
@@ -438,15 +441,15 @@ class Keeper:
         """Tell the user that this rank cannot load the copy of the step to which the training returns.
 
         Raises:
-            RuntimeError: the job has several nodes. Ranks of other nodes may have loaded their copies, which
-                this rank cannot see, as it would in the files of the ranks of one node.
+            RuntimeError: other ranks have loaded their copies, or are on other nodes, where this rank cannot
+                see it.
         """
         self._file.tell(why)
         self._file.words[Head.REFUSED] = step + 1
-        if nodes.is_job_of_several_nodes():
+        if nodes.is_job_of_several_nodes() or self._schedule.has_another_restored(_REFUSAL_LIMIT):
             raise RuntimeError(
-                f"elasticrs: keep: step {step} is not restored: {why}. This attempt ends, because ranks of"
-                " other nodes may go on from that step"
+                f"elasticrs: keep: step {step} is not restored: {why}. This attempt ends, because other ranks"
+                " may go on from that step"
             ) from error
         say(f"step {step} is not restored: {why}; the script begins with its default")
 

@@ -205,10 +205,13 @@ class SlotState:
 
 
 class Why:
-    """Reason for a copy: it was due (periodic), or the worker was about to be stopped (at death)."""
+    """Reason for a copy. ``PERIODIC``: a copy was due. ``AT_DEATH``: the worker was about to end because of a
+    failure. ``AT_STOP``: the agent had planned to stop all workers, for example to let a node leave.
+    """
 
     PERIODIC = 0
     AT_DEATH = 1
+    AT_STOP = 2
 
 
 RECORDS = 4

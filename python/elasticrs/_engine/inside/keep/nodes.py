@@ -229,7 +229,7 @@ def chosen(found: Sequence[Mapping[str, Any]], world: int) -> dict[str, Any]:
     nothing: dict[str, Any] = {"step": None, "exact": True, "behind": [], "kept_by": [], "ranks": 0}
     nothing |= {
         "from_partners": {},
-        "at_death": False,
+        "at_death": 0,
         "lost": 0,
         "replicated": False,
         "has_peers": False,
@@ -294,7 +294,7 @@ def chosen(found: Sequence[Mapping[str, Any]], world: int) -> dict[str, Any]:
         "why": choice.why,
         "kept_by": list(choice.kept_by),
         "ranks": ranks,
-        "at_death": choice.is_at_death,
+        "at_death": choice.why_copied,
         "lost": choice.lost,
         "replicated": choice.is_replicated,
         "where": where,

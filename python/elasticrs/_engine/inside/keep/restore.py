@@ -8,7 +8,7 @@ import torch
 
 from elasticrs._engine.inside.keep import layout, state, trees
 from elasticrs._engine.inside.keep.copier import digest_of
-from elasticrs._engine.inside.keep.layout import Slot, Why
+from elasticrs._engine.inside.keep.layout import Slot
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ class Kept:
         except (ValueError, pickle.UnpicklingError, LookupError) as error:
             self._slot.drop()  # Mark the copy as deleted, so that no rank tries it again.
             raise DamagedError(f"its index is damaged ({error})") from error
-        self.is_at_death = self._words[Slot.WHY] == Why.AT_DEATH
+        self.why_copied = self._words[Slot.WHY]
 
     def _data(self) -> torch.Tensor:
         at, length = self._words[Slot.DATA_AT], self._words[Slot.DATA_LENGTH]

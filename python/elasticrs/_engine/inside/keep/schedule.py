@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from math import ceil
 from threading import Condition
-from time import monotonic_ns
+from time import monotonic, monotonic_ns, sleep
 
 from elasticrs._engine.inside.keep.file import KeepFile, OffError
 from elasticrs._engine.inside.keep.layout import Head, Mode
@@ -32,6 +32,9 @@ _FIRST_AHEAD = 3
 one. It is odd, because ranks that average their parameters only in every second step then have equal states
 at only one of the two copies.
 """
+
+_PAUSE = 0.01
+"""Seconds between two looks into the other ranks' files."""
 
 _EQUAL = 2
 """Number of generations in a row whose copies must be equal, so that the state counts as replicated."""
@@ -335,6 +338,17 @@ class Schedule:
         """Return true if another rank has not restored the same step as this rank, or has not done so yet."""
         own = self._words[Head.RESTORED]
         return any(each[Head.PID] and each[Head.RESTORED] != own for each in self._others())
+
+    def has_another_restored(self, limit: float) -> bool:
+        """Wait until all other ranks of this node have restored a step, or could not do so, but at most
+        ``limit`` seconds. Return true as soon as one has restored a step.
+        """
+        give_up_at, others = monotonic() + limit, self._others()
+        while not (has_restored := any(each[Head.RESTORED] for each in others)):
+            if all(each[Head.REFUSED] for each in others) or monotonic() > give_up_at:
+                break
+            sleep(_PAUSE)
+        return has_restored
 
     def ranks_from_elsewhere(self) -> tuple[list[int], bool]:
         """Return the ranks that have restored another step than this rank. Also return whether the list is
