@@ -4,7 +4,6 @@ behind.
 Processes and descriptors are seen to by the guard around every test.
 """
 
-import errno
 import os
 import resource
 import shutil
@@ -153,32 +152,6 @@ def test_an_unprivileged_user_can_launch_a_job(unprivileged):
     logs = unprivileged.home / "tmp" / "logs"
     launched = unprivileged("--nproc-per-node", "2", "--log-dir", logs, "--tee", "3").exits(0)
     launched.wait_for_lines("RUNS", 2)
-
-
-@pytest.mark.privileged
-def test_a_log_directory_of_another_user_is_a_usage_error(unprivileged):
-    logs = unprivileged.home / "logs"
-    logs.mkdir(mode=0o755)
-    launched = unprivileged("--log-dir", logs, "--tee", "3")
-    assert_clear(launched, 2, "--log-dir", str(logs), "Permission denied")
-    assert len(launched.stderr.splitlines()) == 1
-    assert "RUNS" not in launched.stdout
-
-
-@pytest.mark.privileged
-def test_a_log_directory_that_becomes_unwritable_fails_the_restart(unprivileged):
-    script = """
-    import os
-    os.write(1, b"RUNS\\n")
-    if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
-        logs = os.path.dirname(os.path.dirname(os.path.dirname(os.environ["TORCHELASTIC_ERROR_FILE"])))
-        os.chmod(logs, 0o555)
-    os._exit(1)
-    """
-    logs = unprivileged.home / "tmp" / "logs"
-    launched = unprivileged("--log-dir", logs, "--tee", "3", "--max-restarts", "3", script=script)
-    assert_clear(launched, 1, "started", os.strerror(errno.EACCES), "attempt_1")
-    assert launched.stdout.count("RUNS") == 1
 
 
 @pytest.mark.privileged

@@ -67,19 +67,3 @@ def test_a_signal_during_a_restart_delay_still_reports_the_charged_restart(hosts
     for agent in agents:
         assert "1 of 3 restarts charged" in agent.launched.stderr, job.story("another number")
     job.assert_empty()
-
-
-def test_an_unfit_node_leaves_and_the_others_continue(hosts, multinode, worker_script):
-    machines = hosts(2)
-    script = """
-        import os, sys
-        sys.exit(3 if os.uname().nodename == "node2" else 0)
-    """
-    job = multinode(machines[0], "1:2", *VERDICT, script=worker_script(script))
-    check = "sh -c 'test ! -e checked || exit 7; touch checked'"
-    (first,) = job.start(machines[0])
-    (second,) = job.start(machines[1], options=("--node-check", check))
-    assert job.ended() == [0, 193], job.story("other exit codes")
-    assert "code 7" in second.launched.stderr, job.story("no reason")
-    assert "round 2 starts with 1 node" in first.launched.stderr, job.story("no round without it")
-    job.assert_empty()

@@ -6,7 +6,6 @@ If `$DONE` is set: exit 0, too, as soon as there is a file of this name.
 
 import os
 import signal
-import socket
 
 NAMES = {
     "rank": "RANK",
@@ -31,7 +30,7 @@ if "STUBBORN" in os.environ:
 signal.pthread_sigmask(signal.SIG_BLOCK, mine)
 told = " ".join(f"{name}={os.environ.get(variable, '-')}" for name, variable in NAMES.items())
 # Write the line with a single system call, because all workers share the pipe.
-os.write(1, f"READY pid={os.getpid()} host={socket.gethostname()} {told}\n".encode())
+os.write(1, f"READY pid={os.getpid()} host={os.uname().nodename} {told}\n".encode())
 while True:
     got = signal.sigtimedwait(mine, 0.05 if "DONE" in os.environ else 3600)
     if got is None:
