@@ -146,7 +146,15 @@ def test_several_jobs_are_named_and_none_is_guessed(start, asked):
     assert str(first.pid) in text
     assert str(second.pid) in text
     assert asked("status", "--job=nothing")[0] == 4
-    assert asked("stop", "--job=other.py")[0] == 0
+    named = [start(name=f"llama-{end}.py") for end in ("a", "b")]
+    code, text = asked("stop", "--job=llama")
+    assert (code, "llama-a" in text, "llama-b" in text) == (2, True, True)
+    for job, end in zip(named, "ab", strict=True):
+        assert asked("stop", f"--job=llama-{end}")[0] == 0
+        assert job.wait() == 1
+    code, text = asked("stop", "--job=")
+    assert (code, str(first.pid) in text, str(second.pid) in text) == (4, True, True)
+    assert asked("stop", "--job=oth")[0] == 0
     assert second.wait() == 1
     assert asked("stop", f"--job={first.pid}")[0] == 0
     assert first.wait() == 1

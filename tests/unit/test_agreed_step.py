@@ -89,7 +89,7 @@ class Job:
         )
 
     def begin(self, signum=10, hold=5.0):
-        self.agreed.begin(signum, hold, lambda _waited: self.sent.append(signum), self.told.append)
+        self.agreed.begin(signum, hold, lambda _waited: self.sent.append(signum) or (), self.told.append)
 
     def put(self, rank, **words):
         for name, value in words.items():

@@ -118,6 +118,27 @@ def test_a_signal_forwarded_twice_while_held_back_is_delivered_once():
     assert node.sent == [(100, USR1)]
 
 
+@pytest.mark.parametrize(
+    ("handlers", "expected"),
+    [
+        ((0, 1, 2), "SIGUSR1 received: passing it on to the workers"),
+        (
+            (1,),
+            "passing it on to local rank 1 only, because local ranks 0, 2 have no handler, and would die; ",
+        ),
+        ((), "not passing it on, because local ranks 0-2 have no handler, and would die; "),
+    ],
+)
+def test_the_line_about_a_forwarded_signal_says_who_gets_it(handlers, expected):
+    node = Node()
+    node.workers = {rank: 100 + rank for rank in range(3)}
+    node.handlers = {(100 + rank, USR1) for rank in handlers}
+    held = node.passed.pass_on(USR1, node.workers)
+    assert sorted({*held, *handlers}) == [0, 1, 2]
+    assert [pid for pid, _ in node.sent] == [100 + rank for rank in handlers]
+    assert expected in node.lines[0]
+
+
 def test_can_take_detects_handled_ignored_and_blocked_signals():
     before = signal.getsignal(USR1)
     try:

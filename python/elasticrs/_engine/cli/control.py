@@ -64,7 +64,7 @@ def _parser() -> argparse.ArgumentParser:
 
     def of_job(name: str, action: Any, text: str) -> argparse.ArgumentParser:
         added = command(name, action, text)
-        who = "run id, script, or pid of the agent (default: the only job)"
+        who = "run id or script, or how it begins; or pid of the agent (default: the only job)"
         added.add_argument("-j", "--job", metavar="JOB", help=who)
         return added
 

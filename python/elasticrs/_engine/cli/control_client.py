@@ -64,6 +64,9 @@ class Agent(NamedTuple):
         name = str(job.get("name") or "")
         return {str(self.pid), str(job.get("run_id")), name, os.path.basename(name)} - {"", "None"}
 
+    def is_named(self, beginning: str) -> bool:
+        return any(name.startswith(beginning) for name in self.names - {str(self.pid)})
+
     @property
     def title(self) -> str:
         job = (self.status or {}).get("job") or {}
@@ -160,10 +163,12 @@ def _agent(path: str, killed: list[str]) -> Agent | None:
 
 
 def choose(agents: Sequence[Agent], wanted: str | None) -> Agent:
-    """Return the agent of the job that is ``wanted`` (run id, script, or pid of the agent), or of the only
-    job. Raises :class:`Problem` unless there is exactly one.
+    """Return the agent of the job that is ``wanted`` (run id, script, beginning of one of them, or pid of
+    the agent), or of the only job. Raises :class:`Problem` unless there is exactly one.
     """
     found = [agent for agent in agents if wanted is None or wanted in agent.names]
+    if wanted and not found:
+        found = [agent for agent in agents if agent.is_named(wanted)]
     if len(found) == 1:
         return found[0]
     shown = [agent.title if agent.status is not None else f"pid {agent.pid}" for agent in found or agents]

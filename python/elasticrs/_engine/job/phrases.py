@@ -128,27 +128,29 @@ def checkpoint_is_late(seconds: float, workers: int) -> str:
     return f"the checkpoint requested {seconds:g} s ago is not saved yet ({who} in elasticrs.train)"
 
 
-def passed_on(signum: int, held: Sequence[int]) -> str:
-    """Report that a signal is forwarded. ``held`` are the local ranks that have no handler for it yet."""
-    line = f"{signal_name(signum)} received: passing it on to the workers"
-    if held:
-        ranks = ", ".join(map(str, sorted(held)))
-        line += (
-            f"; held for local rank {ranks} until a handler is installed, because it would kill the worker"
-        )
-    return line
+def passed_on(signum: int, sent: Sequence[int], held: Sequence[int], patience: float) -> str:
+    """Report which local ranks a signal was forwarded to (``sent``), and which have no handler for it yet, so
+    that they get it only if they install one within ``patience`` seconds (``held``).
+    """
+    name = signal_name(signum)
+    if not held:
+        return f"{name} received: passing it on to the workers"
+    who = f"{local_ranks_text(held)} {'has' if len(held) == 1 else 'have'} no handler, and would die"
+    when = f"the signal is dropped unless there is one within {patience:g} s"
+    whom = f"passing it on to {local_ranks_text(sent)} only" if sent else "not passing it on"
+    return f"{name} received: {whom}, because {who}; {when}"
 
 
-def agreed(signum: int, step: int | None, why: str, waited: float) -> str:
+def agreed(signum: int, step: int | None, why: str, waited: float, deaf: Sequence[int]) -> str:
     """Report that the ranks get a signal at the start of the same step, after ``step`` steps of the optimizer
-    in this attempt; or why they do not. It was held back for ``waited`` seconds.
+    in this attempt; or why they do not. It was held back for ``waited`` seconds. ``deaf``: local ranks that
+    do not get the signal, because they have no handler for it.
     """
     if step is None:
         return f"{signal_name(signum)} reaches the ranks at different steps{why and f', because {why}'}"
     waited_text = milliseconds(int(waited * 1e9))
-    return (
-        f"{signal_name(signum)} reaches all ranks after optimizer step {step} of this attempt ({waited_text})"
-    )
+    whom = f"all ranks except {local_ranks_text(deaf)}" if deaf else "all ranks"
+    return f"{signal_name(signum)} reaches {whom} after optimizer step {step} of this attempt ({waited_text})"
 
 
 def signal_not_passed_on(signum: int) -> str:
@@ -160,8 +162,8 @@ def signal_not_passed_on(signum: int) -> str:
 
 
 def signal_dropped(signum: int, local_ranks: Sequence[int], when: str) -> str:
-    ranks = ", ".join(map(str, local_ranks))
-    return f"{signal_name(signum)} was dropped for local rank {ranks}: no handler was installed {when}"
+    who = local_ranks_text(local_ranks)
+    return f"{signal_name(signum)} was dropped for {who}: no handler was installed {when}"
 
 
 def stop_line(asked: int | None, signum: int, grace: float, *, have_exited: bool = False) -> str:

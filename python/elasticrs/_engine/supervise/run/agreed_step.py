@@ -254,7 +254,7 @@ class AgreedSteps:
         self,
         signum: int,
         hold: float,
-        send: Callable[[float], None],
+        send: Callable[[float], Sequence[int]],
         tell: Tell | None = None,
         exchange: Exchange | None = None,
     ) -> None:
@@ -264,7 +264,8 @@ class AgreedSteps:
         Args:
             signum: number of the signal.
             hold: maximum seconds for which the signal is held back.
-            send: function that sends the signal. It gets the seconds for which the signal was held back.
+            send: function that sends the signal. It gets the seconds for which the signal was held back, and
+                returns the local ranks that do not get it, because they have no handler.
             tell: function that is told how the signal was sent.
             exchange: function that tells the other nodes how many steps the ranks of this node have ended,
                 and returns what all nodes have told. It may block. ``None`` if all ranks are on this node.
@@ -368,12 +369,12 @@ class AgreedSteps:
         request.close()
         now = time.monotonic()
         waited = now - request.asked
-        request.send(waited)
+        deaf = request.send(waited)
         step = request.step if was_open and not decision.why else None
         if was_open:
             self._write(Agreed.STATE, AgreedState.NONE if decision.why else AgreedState.SENT)
             self._reset_at = now + _RESET
-            self._say(phrases.agreed(request.signum, step, decision.why, waited))
+            self._say(phrases.agreed(request.signum, step, decision.why, waited, deaf))
         if request.tell is not None:
             request.tell(Delivery(request.signum, step, decision.why, waited))
 
@@ -404,7 +405,12 @@ class _Request:
     __slots__ = ("asked", "call", "exchange", "first_ready", "send", "signum", "step", "tell", "until")
 
     def __init__(
-        self, signum: int, asked: float, hold: float, send: Callable[[float], None], tell: Tell | None
+        self,
+        signum: int,
+        asked: float,
+        hold: float,
+        send: Callable[[float], Sequence[int]],
+        tell: Tell | None,
     ) -> None:
         self.signum, self.asked, self.send, self.tell = signum, asked, send, tell
         self.until = asked + hold

@@ -443,8 +443,9 @@ class Agent:
             self._tracker.stop(action)
             return
 
-        def send(waited: float) -> None:
+        def send(waited: float) -> Sequence[int]:
             self._tracker.stop(action.replaced(grace=max(0.0, action.grace - waited)))
+            return ()
 
         from elasticrs._engine.supervise.run.agreed_step import hold_of_stop
 
@@ -458,9 +459,9 @@ class Agent:
         """
         agreed, is_running = self._agreed, self._decisions.phase is machine.Phase.RUNNING
 
-        def send(_waited: float) -> None:
+        def send(_waited: float) -> Sequence[int]:
             phases = (machine.Phase.RUNNING, machine.Phase.STOPPING)
-            self._tracker.forward(signum, are_running=self._decisions.phase in phases)
+            return self._tracker.forward(signum, are_running=self._decisions.phase in phases)
 
         if agreed is None or not is_running or not self._can_agree():
             send(0.0)

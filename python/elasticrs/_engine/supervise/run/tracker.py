@@ -239,17 +239,19 @@ class AttemptTracker:
             self._gpus.stop_waiting()
             self._follow_workers()
 
-    def forward(self, signum: int, *, are_running: bool) -> None:
-        """Pass a signal on to the running workers. Ignore it if no workers are running."""
+    def forward(self, signum: int, *, are_running: bool) -> Sequence[int]:
+        """Pass a signal on to the running workers, and return the local ranks that have not got it, because
+        they have no handler. Ignore the signal if no workers are running.
+        """
         if not are_running or self.attempt is None:
             name = phrases.signal_name(signum)
             self._console.say(f"{name} received and ignored: no workers are running")
-            return
+            return ()
         if self._passed is None:
             from elasticrs._engine.supervise.run.worker_states import PassedSignals
 
             self._passed = PassedSignals(self.supervisor.forward, self._console.say)
-        self._passed.pass_on(signum, self.attempt.running())
+        return self._passed.pass_on(signum, self.attempt.running())
 
     def drain(self) -> None:
         """Wait for the console, at most :data:`DRAIN_TIMEOUT`, and handle the supervisor's last events."""

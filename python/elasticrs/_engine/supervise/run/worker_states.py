@@ -27,7 +27,7 @@ from elasticrs._engine.process.other_processes import has_own_proc, read_state
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
 TICK = 0.05
 """Seconds between two attempts to deliver a held signal."""
@@ -88,17 +88,22 @@ class PassedSignals:
         # Arrival times (in monotonic seconds) of the held signals, by signal number, local rank and pid.
         self._held: dict[tuple[int, int, int], float] = {}
 
-    def pass_on(self, signum: int, workers: Mapping[int, int]) -> None:
-        """Deliver a signal to workers (pids by local rank), or hold it if it would kill the worker."""
+    def pass_on(self, signum: int, workers: Mapping[int, int]) -> Sequence[int]:
+        """Deliver a signal to workers (pids by local rank), or hold it if it would kill the worker. Return
+        the local ranks that have not got it.
+        """
         if not self._has_own_proc():
             self._say(phrases.signal_not_passed_on(signum))
-            return
+            return sorted(workers)
         for rank, pid in workers.items():
             self._held.setdefault((signum, rank, pid), self._now())
         gone = self._deliver(workers)
         held = [key[1] for key in self._held if key[0] == signum and key not in gone]
-        self._say(phrases.passed_on(signum, held))
+        exited = {key[1] for key in gone}
+        sent = [rank for rank in workers if rank not in exited and rank not in held]
+        self._say(phrases.passed_on(signum, sent, held, PATIENCE))
         self._drop(gone, _EXITED)
+        return held
 
     def look(self, workers: Mapping[int, int]) -> float | None:
         """Deliver or drop held signals. Return the seconds until the next call; ``None`` if none is held."""
