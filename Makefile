@@ -56,7 +56,7 @@ ifeq ($(wildcard $(EXTENSION)),)
 REBUILD := force
 endif
 
-.PHONY: help setup build demo demo-keep demo-train demo-hang demo-etcd demo-multinode check nightly test test-rust test-python test-gpu attack soak soak-store soak-train interop lint lint-rust lint-python collect docs pictures bench wheel release bump try-release rebuild clean force
+.PHONY: help setup build demo demo-keep demo-train demo-hang demo-etcd demo-multinode check nightly test programs test-rust test-python test-gpu attack soak soak-store soak-train interop lint lint-rust lint-python collect docs pictures bench wheel release bump try-release rebuild clean force
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -126,10 +126,12 @@ nightly: ## every test with thorough random examples, then soaks, other releases
 # These suites run a second time with workers that are forks of a warm nursery, without the slow tests that wait for a nursery that
 # does not wake up.
 WARM_TESTS := not (binary(supervisor) & test(a_nursery_that))
-# Build the programs first, because tests run programs of other packages, which cargo does not build for them.
-test-rust: ## the Rust part of `make test`
+# Tests run programs of other packages, in Rust and in Python, and cargo does not build these for them.
+programs:
 	@cargo build --locked --quiet --bins
 	@cargo build --locked --quiet -p elasticrs-fake-nvml
+
+test-rust: programs ## the Rust part of `make test`
 	@if $(HAS_NEXTEST); then \
 	    cargo nextest run --locked -j $(PROCESSES) $(NEXTEST_IGNORED) && \
 	    ELASTICRS_TEST_WARM=1 cargo nextest run --locked -j $(PROCESSES) -p elasticrs-core \
