@@ -150,6 +150,32 @@ def test_a_training_that_was_stopped_and_resumed_ends_as_without_the_stop(job, t
     assert procs.children() == []
 
 
+@pytest.mark.parametrize("loop", ["plain", "gan", "scaled", "compiled_first"])
+def test_a_training_that_is_restarted_at_many_moments_ends_as_without_restarts(
+    launch, tmp_path, monkeypatch, loop
+):
+    folder = str(tmp_path / "control")
+    monkeypatch.setenv("ELASTICRS_CONTROL_DIR", folder)
+    environment = {**ENVIRONMENT, "STEPS": str(15 * REQUESTS), "ELASTICRS_CONTROL_DIR": folder}
+    ends = []
+    for number, restarts in enumerate((0, REQUESTS)):
+        (tmp_path / str(number)).mkdir()
+        options = ("--nproc-per-node=2", "--shutdown-timeout=12", "--warm=torch,torch._dynamo")
+        job = launch(*options, PROGRAM, loop, "save", tmp_path / str(number), env=environment)
+        moments = random.Random(9)
+        for restart in range(1, restarts + 1):
+            job.wait_for_lines(r"BEGUN \d+", 2 * restart)
+            job.read_for(moments.uniform(0, 0.05))
+            assert ctl.main(["restart", "--no-wait"]) == 0
+            acts(job, 2 * restart)
+        job.exits(0, timeout=120)
+        assert "killed" not in job.stderr
+        assert all(first == second for first, second in acts(job, 2 * restarts))
+        ends.append({match[2] for match in job.wait_for_lines(r"END (\d) (\w+)", 2)})
+    assert ends[0] == ends[1]
+    assert len(ends[0]) == 1
+
+
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_a_restart_goes_on_from_the_step_on_which_all_ranks_agreed(launch, tmp_path, monkeypatch, ranks):
     folder = str(tmp_path / "control")

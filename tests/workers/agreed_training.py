@@ -11,8 +11,8 @@ or after ``zero_grad``. With ``own``, the optimizer is not torch's, and the loop
 - ``save``: like ``note``, but on SIGTERM, the handler also saves the state in ``FOLDER``, between two
   barriers as in most scripts, and exits with code 7.
 
-With ``FOLDER``, the training resumes from ``FOLDER/checkpoint``, and ends after 60 steps. It prints the lines
-``BEGUN RANK`` after three steps, ``ACTED RANK STEP PLACE DIGEST`` at a signal, and ``END RANK DIGEST``.
+With ``FOLDER``, the training resumes from ``FOLDER/checkpoint``, and ends after ``STEPS`` steps. It prints the
+lines ``BEGUN RANK`` after three steps, ``ACTED RANK STEP PLACE DIGEST`` at a signal, and ``END RANK DIGEST``.
 """
 
 import hashlib
@@ -33,7 +33,7 @@ from elasticrs.timer import heartbeat
 
 LOOP, HANDLER = sys.argv[1:3]
 FOLDER = Path(sys.argv[3]) if len(sys.argv) > 3 else None
-LAST = 60 if FOLDER else 1 << 40
+LAST = int(os.environ.get("STEPS", "60")) if FOLDER else 1 << 40
 
 
 def say(text):
