@@ -1,6 +1,7 @@
 """The agent chooses the training step after which all ranks get a signal, and sends it exactly once."""
 
 import os
+import time
 
 import pytest
 from hypothesis import given
@@ -125,15 +126,16 @@ def test_all_ranks_get_the_signal_after_the_step_that_was_chosen(job):
     assert [job.asked(rank)[:2] for rank in (0, 1)] == [(1, AgreedState.WAIT)] * 2
     job.let_choose()
     assert [job.asked(rank) for rank in (0, 1)] == [(1, AgreedState.ACT, 9)] * 2
-    job.put(0, READY=1)
+    job.put(0, READY=1, READY_AT=time.monotonic_ns())
     assert job.agreed.seconds_left() < 1
     assert job.sent == []
-    job.put(1, READY=1)
+    job.put(1, READY=1, READY_AT=time.monotonic_ns(), PAUSED=200_000)
     job.agreed.seconds_left()
     assert job.sent == [10]
     assert job.asked(0)[1] == AgreedState.SENT
     (told,) = job.told
     assert (told.signum, told.step, told.why) == (10, 9, "")
+    assert 0.0002 < told.paused <= told.waited
 
 
 def test_a_signal_is_sent_at_once_if_its_moment_does_not_matter(job):

@@ -4,6 +4,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -51,6 +52,7 @@ def test_the_program_handles_the_signal_when_it_has_come(words, handled):
     thread = when_ready(words, lambda: os.kill(os.getpid(), signal.SIGUSR1))
     _Boundary().reach(words, 7, is_start=True)
     thread.join()
+    assert 0 < words[Agreed.READY_AT] <= time.monotonic_ns()
     assert handled == [signal.SIGUSR1]
     assert signal.getsignal(signal.SIGUSR1) is handler
 
@@ -85,6 +87,15 @@ def test_a_worker_gives_up_a_choice_that_is_not_made(words, monkeypatch):
     words[Agreed.STATE] = AgreedState.WAIT
     _Boundary().reach(words, 7)
     assert words[Agreed.MISSED] == 3
+
+
+def test_a_worker_tells_how_long_it_has_waited_for_the_choice(words):
+    words[Agreed.STATE] = AgreedState.WAIT
+    change = threading.Timer(0.01, words.__setitem__, (Agreed.STATE, AgreedState.NONE))
+    change.start()
+    _Boundary().reach(words, 7)
+    change.join()
+    assert words[Agreed.PAUSED] > 0
 
 
 class Optimizers:

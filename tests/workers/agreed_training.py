@@ -11,8 +11,8 @@ or after ``zero_grad``. With ``own``, the optimizer is not torch's, and the loop
 - ``save``: like ``note``, but on SIGTERM, the handler also saves the state in ``FOLDER``, between two
   barriers as in most scripts, and exits with code 7.
 
-With ``FOLDER``, the training resumes from ``FOLDER/checkpoint``, and ends after ``STEPS`` steps. It prints the
-lines ``BEGUN RANK`` after three steps, ``ACTED RANK STEP PLACE DIGEST`` at a signal, and ``END RANK DIGEST``.
+With ``FOLDER``, the training resumes from ``FOLDER/checkpoint``, and ends after ``STEPS`` steps. It prints
+``BEGUN RANK`` after three steps, ``ACTED RANK STEP PLACE DIGEST`` at a signal, and ``END RANK DIGEST``.
 """
 
 import hashlib

@@ -279,12 +279,14 @@ class _Boundary:
         number = words[Agreed.NUMBER]
         if number == self._done:
             return
-        limit = monotonic_ns() + _CHOICE_LIMIT_NS
+        begun = monotonic_ns()
+        limit = begun + _CHOICE_LIMIT_NS
         while words[Agreed.STATE] == AgreedState.WAIT and words[Agreed.NUMBER] == number:
             if monotonic_ns() > limit:
                 self._done = words[Agreed.MISSED] = number
                 return
             sleep(_TICK)
+        words[Agreed.PAUSED] += monotonic_ns() - begun
         if words[Agreed.STATE] != AgreedState.ACT or words[Agreed.NUMBER] != number:
             return
         if step < words[Agreed.STEP]:
@@ -404,6 +406,7 @@ class _Stop:
         is_noticed = callable(handler) and _is_main_thread()
         if is_noticed:
             signal.signal(signum, self._note)
+        words[Agreed.READY_AT] = monotonic_ns()
         words[Agreed.READY] = self._number
         try:
             self._wait(is_noticed=is_noticed)

@@ -141,16 +141,20 @@ def passed_on(signum: int, sent: Sequence[int], held: Sequence[int], patience: f
     return f"{name} received: {whom}, because {who}; {when}"
 
 
-def agreed(signum: int, step: int | None, why: str, waited: float, deaf: Sequence[int]) -> str:
+def agreed(
+    signum: int, step: int | None, why: str, waited: float, paused: float, deaf: Sequence[int]
+) -> str:
     """Report that the ranks get a signal at the start of the same step, after ``step`` steps of the optimizer
-    in this attempt; or why they do not. It was held back for ``waited`` seconds. ``deaf``: local ranks that
-    do not get the signal, because they have no handler for it.
+    in this attempt; or why they do not. The signal was held back for ``waited`` seconds, and a rank has stood
+    still for at most ``paused`` seconds of these. ``deaf``: local ranks that do not get the signal, because
+    they have no handler for it.
     """
     if step is None:
         return f"{signal_name(signum)} reaches the ranks at different steps{why and f', because {why}'}"
-    waited_text = milliseconds(int(waited * 1e9))
+    held, stood = (milliseconds(int(seconds * 1e9)) for seconds in (waited, paused))
     whom = f"all ranks except {local_ranks_text(deaf)}" if deaf else "all ranks"
-    return f"{signal_name(signum)} reaches {whom} after optimizer step {step} of this attempt ({waited_text})"
+    after = f"after optimizer step {step} of this attempt"
+    return f"{signal_name(signum)} reaches {whom} {after} (held {held}; ranks waited up to {stood})"
 
 
 def signal_not_passed_on(signum: int) -> str:

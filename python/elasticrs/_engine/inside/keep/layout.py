@@ -130,7 +130,11 @@ class Agreed:
     """Number of the agent's request that this rank could not follow, because it had already passed the chosen
     step, or had waited too long for the agent's choice.
     """
-    END = 78
+    READY_AT = 78
+    """Time at which this rank has stopped to wait for the signal, in nanoseconds of the monotonic clock."""
+    PAUSED = 79
+    """Nanoseconds for which this rank has waited, before that, for the agents' choice of a step."""
+    END = 80
 
 
 class AgreedState:

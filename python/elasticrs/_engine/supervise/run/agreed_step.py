@@ -75,12 +75,14 @@ class Delivery(Value):
             ``None`` if the ranks have not agreed on a step.
         why: why the ranks have not agreed on a step. Empty if they have, or if no rank needs that.
         waited: seconds for which the signal was held back.
+        paused: maximum seconds for which a rank has stood still meanwhile; 0 if the ranks have not agreed.
     """
 
     signum: int
     step: int | None = None
     why: str = ""
     waited: float = 0.0
+    paused: float = 0.0
 
 
 class Standing(Value):
@@ -94,6 +96,8 @@ class Standing(Value):
         duration: seconds that a step takes; 0 if unknown.
         ready: number of the agent's request for which the worker has stopped at the start of a step.
         missed: number of the request that the worker missed, as it was past the step, or had waited too long.
+        ready_at: time at which the worker has stopped for that, in seconds of the monotonic clock.
+        paused: seconds for which the worker has waited, before that, for the choice of the step.
     """
 
     is_training: bool = False
@@ -102,11 +106,14 @@ class Standing(Value):
     duration: float = 0.0
     ready: int = 0
     missed: int = 0
+    ready_at: float = 0.0
+    paused: float = 0.0
 
     @classmethod
     def of(cls, words: tuple[int, ...]) -> Standing:
-        owner, steps, at, duration, ready, missed = words
-        return cls(owner != 0, steps if steps < _SANE_STEPS else 0, at / 1e9, duration / 1e9, ready, missed)
+        owner, steps, at, duration, ready, missed, ready_at, paused = words
+        sane = steps if steps < _SANE_STEPS else 0
+        return cls(owner != 0, sane, at / 1e9, duration / 1e9, ready, missed, ready_at / 1e9, paused / 1e9)
 
 
 class Progress(Value):
@@ -281,6 +288,7 @@ class AgreedSteps:
         self._number += 1
         until = int((request.until + self._keep_grace + 1) * 1e9)
         self._write(Agreed.STEP, 0, signum, until)
+        self._write(Agreed.PAUSED, 0)
         self._write(Agreed.NUMBER, self._number)
         self._write(Agreed.STATE, AgreedState.WAIT)
         self._open, self._reset_at = request, None
@@ -371,12 +379,16 @@ class AgreedSteps:
         waited = now - request.asked
         deaf = request.send(waited)
         step = request.step if was_open and not decision.why else None
+        paused = 0.0
+        if step is not None:
+            stood = [now - each.ready_at + each.paused for each in self._standings().values()]
+            paused = min(waited, max(stood, default=0.0))
         if was_open:
             self._write(Agreed.STATE, AgreedState.NONE if decision.why else AgreedState.SENT)
             self._reset_at = now + _RESET
-            self._say(phrases.agreed(request.signum, step, decision.why, waited, deaf))
+            self._say(phrases.agreed(request.signum, step, decision.why, waited, paused, deaf))
         if request.tell is not None:
-            request.tell(Delivery(request.signum, step, decision.why, waited))
+            request.tell(Delivery(request.signum, step, decision.why, waited, paused))
 
     def _reset(self, now: float) -> float:
         """When it is time, write into the workers' files that the agent asks for nothing, so that their steps
