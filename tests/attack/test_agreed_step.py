@@ -156,7 +156,7 @@ def test_a_training_that_is_restarted_at_many_moments_ends_as_without_restarts(
 ):
     folder = str(tmp_path / "control")
     monkeypatch.setenv("ELASTICRS_CONTROL_DIR", folder)
-    environment = {**ENVIRONMENT, "STEPS": str(15 * REQUESTS), "ELASTICRS_CONTROL_DIR": folder}
+    environment = {**ENVIRONMENT, "STEPS": str(40 * REQUESTS), "ELASTICRS_CONTROL_DIR": folder}
     ends = []
     for number, restarts in enumerate((0, REQUESTS)):
         (tmp_path / str(number)).mkdir()
