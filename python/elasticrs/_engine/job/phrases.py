@@ -141,9 +141,7 @@ def passed_on(signum: int, sent: Sequence[int], held: Sequence[int], patience: f
     return f"{name} received: {whom}, because {who}; {when}"
 
 
-def agreed(
-    signum: int, step: int | None, why: str, waited: float, paused: float, deaf: Sequence[int]
-) -> str:
+def agreed(signum: int, step: int | None, why: str, waited: float, paused: float, deaf: Sequence[int]) -> str:
     """Report that the ranks get a signal at the start of the same step, after ``step`` steps of the optimizer
     in this attempt; or why they do not. The signal was held back for ``waited`` seconds, and a rank has stood
     still for at most ``paused`` seconds of these. ``deaf``: local ranks that do not get the signal, because
