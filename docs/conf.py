@@ -169,6 +169,12 @@ def remove_links_to_folders(app: Sphinx, page: str, source: list[str]) -> None:
     source[0] = re.sub(r"\[([^]]+)\]\(([\w./-]+)\)", text_of, source[0])
 
 
+def leave_changelog_out(app: Sphinx, page: str, _source: list[str]) -> None:
+    """Leave the changelog out of the search, because it contains every word."""
+    if page == "CHANGELOG":
+        app.env.metadata[page]["nosearch"] = ""
+
+
 def add_index(app: Sphinx, error: Exception | None) -> None:
     """Copy the first page to index.html, the page that web servers show by default."""
     if error is None:
@@ -182,5 +188,6 @@ def setup(app: Sphinx) -> None:
     app.connect("source-read", show_pictures)
     app.connect("source-read", add_index_entries)
     app.connect("doctree-resolved", label_cells)
+    app.connect("source-read", leave_changelog_out)
     app.connect("source-read", remove_links_to_folders)
     app.connect("build-finished", add_index)

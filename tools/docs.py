@@ -118,6 +118,9 @@ QUERIES = {
     "ELASTICRS_FAST_EXIT": "docs/compatibility",
     "worker hung": "docs/events",
     "SIGKILL": "docs/troubleshooting",
+    "OOM": "docs/troubleshooting",
+    "NCCL timeout": "docs/failures",
+    "resume": "docs/restarts",
 }
 """Texts for which people search, and the page that the search has to show first."""
 
