@@ -344,6 +344,24 @@ def test_state_of_a_job_that_ends_without_success_is_saved_for_the_next_one(run,
     assert f"{saved} has no complete copy of step 12" in job.stderr
 
 
+def test_two_jobs_do_not_use_the_same_folder_at_the_same_time(run, saving, tmp_path):
+    folder = tmp_path / "saved"
+    saving("fail", f"--keep-save={folder}").wait()
+    (tmp_path / "kept").unlink()
+    first = saving("stop", f"--keep-save={folder}")
+    first.wait_for_line("KEPT")
+    job, plans = run("", f"--keep-save={folder}")
+    assert plans[0][0]["step"] is None
+    (line,) = (each for each in job.stderr.splitlines() if "is in use" in each)
+    assert f"{folder} is in use (the job " in line
+    assert str(first.pid) in line
+    first.signal(signal.SIGKILL)  # The kernel unlocks the folder.
+    first.wait()
+    reap_adopted()
+    assert {plan["step"] for plan in plans_after(run, f"--keep-save={folder}").values()} == {12}
+    assert [each.name for each in folder.iterdir()] == ["kept-000001"]
+
+
 def test_sharded_state_is_saved_for_a_reader_with_any_number_of_ranks(run, saving, tmp_path):
     folder = tmp_path / "saved"
     saving("fail", f"--keep-save={folder}", is_sharded=True).wait()

@@ -15,6 +15,7 @@ import errno
 import json
 import os
 import time
+from fcntl import LOCK_EX, LOCK_NB, LOCK_SH, flock
 from shutil import rmtree
 
 from elasticrs._engine.inside.keep import layout
@@ -38,8 +39,14 @@ _RECORD = "kept.json"
 _VERSION = 2
 _PREFIX = "kept-"
 _UNFINISHED = ".unfinished"
+_IN_USE = ".in-use-"
+_BUSY_LIMIT = 2.0
+"""Maximum seconds for which a job waits until another job, which may be ending, no longer uses the folder."""
+
 _TOGETHER = 600.0
 """Maximum seconds between the times at which two nodes of a job save their parts of the same state."""
+
+_PAUSE = 0.05
 
 _CHUNK = 1 << 24
 """Bytes that one system call copies. There are not more, because a stop of the job waits for the call."""
@@ -191,6 +198,87 @@ def _is_of_job(part: str, job: str) -> bool:
         record = _record(part)
         return bool(record["job"] == job) and abs(time.time() - record["time"]) < _TOGETHER
     except (OSError, ValueError, KeyError, TypeError):
+        return False
+
+
+def claim(parent: str, job: str) -> int:
+    """Mark the folder of ``--keep-save`` as used by a job. The mark is a file that all agents of the job lock
+    (``flock``). The kernel unlocks it when they end, also if they are killed. On a file system without locks,
+    the mark has no effect.
+
+    Returns:
+        Descriptor of the locked file, for :func:`release`.
+
+    Raises:
+        BlockingIOError: another job uses the folder. The text says which.
+        OSError: the folder cannot be written.
+    """
+    os.makedirs(parent, exist_ok=True)
+    path, give_up_at = _mark_of(parent, job), time.monotonic() + _BUSY_LIMIT
+    while True:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        # Another job may have deleted the file, as abandoned, before it was locked.
+        is_own = _lock(descriptor, LOCK_SH) and _is_at(descriptor, path)
+        others = [
+            name.removeprefix(_IN_USE)
+            for name in os.listdir(parent)
+            if name.startswith(_IN_USE) and os.path.join(parent, name) != path and _is_locked(parent, name)
+        ]
+        if is_own and not others:
+            return descriptor
+        os.close(descriptor)
+        if time.monotonic() > give_up_at:
+            other = bytes.fromhex(others[0]).decode(errors="replace") if others else job
+            raise BlockingIOError(errno.EWOULDBLOCK, f"the job {other} uses it")
+        time.sleep(_PAUSE)
+
+
+def release(parent: str, job: str, descriptor: int) -> None:
+    """Remove what :func:`claim` has made, unless another agent of the job still uses the folder."""
+    try:
+        if _lock(descriptor, LOCK_EX):
+            os.unlink(_mark_of(parent, job))
+    except OSError:
+        return  # The next job in this folder finds the file unlocked, and deletes it.
+    finally:
+        os.close(descriptor)
+
+
+def _mark_of(parent: str, job: str) -> str:
+    return os.path.join(parent, _IN_USE + job.encode()[:100].hex())
+
+
+def _lock(descriptor: int, kind: int) -> bool:
+    """Return false if other processes have locked the file in a way that excludes this lock."""
+    try:
+        flock(descriptor, kind | LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True  # The file system has no locks.
+    return True
+
+
+def _is_locked(parent: str, name: str) -> bool:
+    """Return true if agents of another job use the folder. Delete the mark of a job that has ended."""
+    path = os.path.join(parent, name)
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return False
+    try:
+        is_abandoned = _lock(descriptor, LOCK_EX)
+        if is_abandoned and _is_at(descriptor, path):
+            os.unlink(path)
+    finally:
+        os.close(descriptor)
+    return not is_abandoned
+
+
+def _is_at(descriptor: int, path: str) -> bool:
+    try:
+        return os.path.samestat(os.fstat(descriptor), os.stat(path))
+    except FileNotFoundError:
         return False
 
 

@@ -49,6 +49,8 @@ class Keeping:
         self._off = _why_off(job)
         self._parent = os.path.abspath(job.keep_save) if job.keep_save else None
         self._access: FileAccess | None = None
+        self._claim: tuple[str, str, int] | None = None
+        """Folder of ``--keep-save``, name of this job, and descriptor of the file that says who uses it."""
         if self._parent and self._off:
             self._parent = None
             say(f"keep: nothing is saved, because {self._off}")
@@ -232,13 +234,31 @@ class Keeping:
         folder = self._parent
         if folder is None:
             return None
-        from elasticrs._engine.inside.keep.saved import newest
+        from elasticrs._engine.inside.keep.saved import claim, newest
+
+        job = self._job.run_id
+        if not self._may_have_several_nodes:
+            job += f" (pid {os.getpid()} on {os.uname().nodename})"
+
+        def look() -> Saved | None:
+            try:
+                self._claim = self._claim or (folder, job, claim(folder, job))
+            except BlockingIOError:
+                raise
+            except OSError:
+                return newest(folder)  # Nobody can save anything in this folder, but it can be read.
+            return newest(folder)
 
         self._access = self._access or FileAccess(
             lambda: self._say(f"keep: {folder} does not answer; the state that is saved there is not used")
         )
         try:
-            found = self._access.run(lambda: newest(folder), None)
+            found = self._access.run(look, None)
+        except BlockingIOError as error:
+            self._parent = None
+            use = "nothing is restored from it or saved in it; give each job a folder of its own"
+            self._say(f"keep: {folder} is in use ({error.strerror}): {use}")
+            return None
         except (OSError, ValueError) as error:
             self._say(f"keep: the state that is saved in {folder} is not used: {error}")
             return None
@@ -310,6 +330,14 @@ class Keeping:
         it = "the parts of all nodes" if others else "it"
         self._say(f"keep: {what} is saved in {folder}; the next job with --keep-save goes on from {it}")
         return folder
+
+    def release(self) -> None:
+        """At the end of the job, let other jobs use the folder of ``--keep-save``."""
+        if self._claim is not None and self._access is not None:
+            from elasticrs._engine.inside.keep.saved import release
+
+            claimed, self._claim = self._claim, None
+            self._access.run(lambda: release(*claimed), None)
 
     def _give_up(self, error: OSError) -> None:
         self.files = None
