@@ -56,6 +56,16 @@ def test_the_recording_of_a_hang_has_one():
     assert len(events(pictures.read_cast("hang"), "worker hung")) == 1
 
 
+def test_the_lines_of_the_script_that_a_hang_names_are_those_of_the_demo():
+    script = pictures.DEMO.read_text(encoding="utf-8").splitlines()
+    page = " ".join((ROOT / "docs/install.md").read_text(encoding="utf-8").split())
+    for text in (shown(pictures.read_cast("hang")), page):
+        waits = re.search(r"of the default group \(train\.py:(\d+)\)", text)
+        hangs = re.search(r"called at train\.py:(\d+)", text)
+        assert "loss.backward()" in script[int(waits[1]) - 1]
+        assert "never_filled.get()" in script[int(hangs[1]) - 1]
+
+
 MESSAGES = {
     "exception": (
         "side effects",
