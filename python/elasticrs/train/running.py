@@ -119,7 +119,6 @@ def to_generator(
 
 
 def _require_saving(state: State) -> None:
-    """Raise TypeError if a checkpoint manager is set but the state cannot be saved."""
     if get_checkpoint_manager() is not None and (reason := why_not_saved(state)) is not None:
         raise TypeError(f"set_checkpoint_manager was called, but {reason}")
 

@@ -176,7 +176,6 @@ def _names(folder: str) -> list[str]:
 
 
 def _read(*path: str) -> str:
-    """Return the contents of a file; empty if it cannot be read, for example in a container."""
     try:
         with open(os.path.join(*path), encoding="ascii", errors="replace") as file:
             return file.read()

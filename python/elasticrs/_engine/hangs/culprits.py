@@ -327,7 +327,6 @@ class _Search:
         return rank not in self._waits and rank not in self._matched.receiving
 
     def _idle(self, ranks: Iterable[int]) -> list[int]:
-        """Return the ranks whose flight records and stacks show that they do not wait."""
         free = [rank for rank in ranks if self._is_free(rank) and rank not in self._matched.no_record]
         return [rank for rank in free if self._shown.get(rank) is not True]
 

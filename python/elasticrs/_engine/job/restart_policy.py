@@ -211,7 +211,6 @@ def _named(nodes: Sequence[str]) -> str:
 
 
 def _why_kept(most: int, excluded: int, suspects: Sequence[str], evidence: Evidence) -> str | None:
-    """Return why no suspect can be excluded; ``None`` if one can."""
     bound = dict(evidence.bound)
     if excluded + max(1, len(suspects)) > most:
         return f"max_excluded_nodes={most}, {excluded} excluded so far"

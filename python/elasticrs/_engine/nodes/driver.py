@@ -455,7 +455,6 @@ class Driver:
     # --- executing actions ---
 
     def _do(self, action: Action) -> Sequence[Event]:
-        """Execute an action. Return the events that it causes immediately."""
         match action:
             case Txn() | Watch() | Unwatch():
                 self.store.send(action)

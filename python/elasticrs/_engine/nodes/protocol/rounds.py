@@ -198,7 +198,6 @@ def stop_earlier(member: Member, head: Head) -> None:
 
 
 def _is_spare(member: Member, head: Head) -> bool:
-    """Return true if the running round is full and does not seem to include this member."""
     is_idle = member.phase is Phase.IDLE and head.state == "RUNNING"
     return is_idle and head.size >= member.rendezvous.max_nodes and not is_mine(member.link, head)
 

@@ -424,11 +424,11 @@ def parse_oom_kill(text: str) -> int | None:
 
 def oom_kills(pids: Iterable[int] = ()) -> dict[str, int]:
     """Read the OOM kill counters of this process's and the workers' cgroups, by file path."""
-    mountinfo = _read("/proc/self/mountinfo")
+    mountinfo = file_text("/proc/self/mountinfo")
     paths = {VMSTAT: None}
     known = set()
     for process in ("self", *pids):
-        cgroups = _read(f"/proc/{process}/cgroup")
+        cgroups = file_text(f"/proc/{process}/cgroup")
         if cgroups not in known:
             known.add(cgroups)
             paths.update(dict.fromkeys(memory_counters(cgroups, mountinfo)))
@@ -439,13 +439,14 @@ def read_counters(paths: Iterable[str]) -> dict[str, int]:
     """Read the counters of these files again. Files without a counter are left out."""
     counts = {}
     for path in paths:
-        count = parse_oom_kill(_read(path))
+        count = parse_oom_kill(file_text(path))
         if count is not None:
             counts[path] = count
     return counts
 
 
-def _read(path: str) -> str:
+def file_text(path: str) -> str:
+    """Return the text of a file of the kernel; an empty text if the file cannot be read."""
     try:
         with open(path, encoding="utf-8", errors="surrogateescape") as file:
             return file.read()

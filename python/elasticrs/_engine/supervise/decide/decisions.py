@@ -188,7 +188,6 @@ class OneAgent(Decisions):
         return actions
 
     def _with_evidence(self, event: machine.Event) -> machine.Event:
-        """Add the evidence about the failure to the event, if the restart policy needs it."""
         if self._attempt is None:
             return event
         match event:

@@ -181,7 +181,6 @@ class HandlerNodes(OneAgent):
         return time.monotonic() - running[1], running[0]
 
     def _method(self, name: str) -> Any:
-        """Call a method of the handler."""
         self._running = name, time.monotonic()
         try:
             return getattr(self._handler, name)()

@@ -13,7 +13,7 @@ from elasticrs._engine.job import config, phrases
 from elasticrs._engine.job.config import keep_memory
 from elasticrs._engine.process.background_call import BackgroundCall, FileAccess
 from elasticrs._engine.process.console import has_time
-from elasticrs._engine.supervise.attempts.attempt import memory_counters
+from elasticrs._engine.supervise.attempts.attempt import file_text, memory_counters
 from elasticrs._engine.workers.keep_files import ALL_STEPS, KeepFiles
 from elasticrs._engine.workers.plan import KEEP_OFF, MemoryFiles
 
@@ -409,14 +409,6 @@ _NO_LIMIT = 1 << 60
 """A memory cgroup of version 1 whose limit is this number of bytes or more has no limit."""
 
 
-def _text(path: str) -> str:
-    try:
-        with open(path, encoding="utf-8", errors="surrogateescape") as file:
-            return file.read()
-    except OSError:
-        return ""
-
-
 def memory_budget(setting: str) -> int:
     """Return how many bytes of memory all workers of this node together may use for copies of their training
     state. ``setting`` is the value of ``--keep-memory``.
@@ -425,7 +417,7 @@ def memory_budget(setting: str) -> int:
     return number if not share else int(share * available_memory())
 
 
-def available_memory(read: Callable[[str], str] = _text) -> int:
+def available_memory(read: Callable[[str], str] = file_text) -> int:
     """Return how many bytes of memory new processes can use: what is available on the machine, but no more
     than the limits of this process's cgroups allow. ``read`` returns the text of a file; an empty text if the
     file cannot be read.
