@@ -16,6 +16,7 @@ CONTRIB = Path(__file__).resolve().parents[2] / "contrib"
 KUBERNETES = [
     document
     for path in sorted(CONTRIB.glob("*/*.yaml"))
+    if path.parent.name != "prometheus"
     for document in yaml.safe_load_all(path.read_text(encoding="utf-8"))
 ]
 KINDS = {each["kind"] for each in KUBERNETES}

@@ -1,0 +1,91 @@
+"""The Grafana dashboard and the alert rules in contrib/ query metrics that jobs serve."""
+
+import json
+import os
+import re
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+import yaml
+from helpers.http_client import get, port_of
+from helpers.procs import run_program, wait_until
+
+CONTRIB = Path(__file__).resolve().parents[2] / "contrib"
+RULES = CONTRIB / "prometheus" / "alerts.yaml"
+BEATS = """
+import os, signal
+from elasticrs.timer import heartbeat
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
+heartbeat(7)
+os.write(1, f"here {os.environ['RANK']} {os.getpid()}.\\n".encode())
+signal.sigwait([signal.SIGUSR1])
+"""
+
+
+def queries():
+    """Return all queries of the dashboard and of the rules."""
+    dashboard = json.loads((CONTRIB / "grafana" / "elasticrs.json").read_text())
+    found = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
+    found += [
+        variable["query"]["query"]
+        for variable in dashboard["templating"]["list"]
+        if variable["type"] == "query"
+    ]
+    return found + [
+        rule["expr"] for group in yaml.safe_load(RULES.read_text())["groups"] for rule in group["rules"]
+    ]
+
+
+def test_the_queries_name_only_metrics_and_labels_that_a_job_serves(launch, worker_script):
+    parser = pytest.importorskip("prometheus_client.parser")
+    options = (
+        "--health-check-port=0",
+        "--nproc-per-node=1",
+        "--hang-timeout=60",
+        "--max-restarts=3/1h",
+        "--tee=3",
+    )
+    job = launch(*options, worker_script(BEATS))
+    port, pid = port_of(job), int(job.wait_for_line(r"here 0 (\d+)\.")[1])
+    text = wait_until(lambda: get(port, "/metrics")[2], lambda text: "elasticrs_worker_step{" in text)
+    samples = [each for family in parser.text_string_to_metric_families(text) for each in family.samples]
+    # Nothing has been put into these, because the job uses neither elasticrs.train nor Keep.
+    named = {sample.name for sample in samples} | {"elasticrs_metric_last"}
+    labels = {label for sample in samples for label in sample.labels} | {"instance", "group", "name"}
+    for query in queries():
+        used = set(re.findall(r"\belasticrs_\w+", query))
+        assert used, query
+        assert used <= named, query
+        groups = re.findall(r"(?:by|on|group_left) \(([\w, ]+)\)", query)
+        matchers = re.findall(r'(\w+)(?:=~|!=|=)"', query)
+        assert {*matchers, *(each.strip() for group in groups for each in group.split(","))} <= labels, query
+        activities = {sample.labels.get("activity") for sample in samples}
+        assert set(re.findall(r'activity="(\w+)"', query)) <= activities
+    os.kill(pid, signal.SIGUSR1)
+    assert job.wait() == 0, job.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    shutil.which("promtool") is None, reason="needs promtool (Debian: apt-get install prometheus)"
+)
+def test_prometheus_accepts_the_rules_and_they_fire_when_they_should(tmp_path):
+    for command in (
+        ["check", "rules", "--lint-fatal", RULES],
+        ["test", "rules", RULES.with_name("alerts_test.yaml")],
+    ):
+        done = run_program(["promtool", *command])
+        assert done.returncode == 0, done.stdout + done.stderr
+    # Grafana replaces its variables, so that Prometheus can parse the queries of the dashboard.
+    plain = [re.sub(r"\$__\w+", "5m", query).replace("$run_id", ".+") for query in queries()]
+    rules = [
+        {"record": f"query:{number}", "expr": query}
+        for number, query in enumerate(plain)
+        if not query.startswith("label_values")
+    ]
+    path = tmp_path / "dashboard.yaml"
+    path.write_text(yaml.safe_dump({"groups": [{"name": "dashboard", "rules": rules}]}))
+    done = run_program(["promtool", "check", "rules", path])
+    assert done.returncode == 0, done.stdout + done.stderr
