@@ -22,7 +22,7 @@ EXTENSION := python/elasticrs/_core.abi3.so
 unexport PYTHONPATH PYTHONHOME VIRTUAL_ENV CONDA_PREFIX PYTHONDONTWRITEBYTECODE
 export PYTHON
 
-RUST_SOURCES := Cargo.toml Cargo.lock $(shell find crates -type f \( -name '*.rs' -o -name Cargo.toml \))
+RUST_SOURCES := Cargo.toml Cargo.lock $(shell find crates -type f \( -name '*.rs' -o -name '*.html' -o -name Cargo.toml \))
 PYTHON_SOURCES := $(shell find python -name '*.py')
 PYTHON_TREES := python tests benchmarks examples tools docs
 GPU_KIT_SOURCES := $(addprefix tests/gpu_kit/,job.py checks.py health.py __main__.py)
@@ -56,7 +56,7 @@ ifeq ($(wildcard $(EXTENSION)),)
 REBUILD := force
 endif
 
-.PHONY: help setup build demo demo-keep demo-train demo-hang demo-etcd demo-multinode check nightly test programs test-rust test-python test-gpu attack soak soak-store soak-train interop lint lint-rust lint-python collect docs pictures bench wheel release bump try-release rebuild clean force
+.PHONY: help setup build demo demo-keep demo-train demo-hang demo-etcd demo-multinode demo-operate check nightly test programs test-rust test-python test-gpu attack soak soak-store soak-train interop lint lint-rust lint-python collect docs pictures bench wheel release bump try-release rebuild clean force
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -93,6 +93,9 @@ demo-hang: build ## train a real model; one worker waits for a batch that never 
 
 demo-etcd: build ## three agents meet in an etcd of three members; the one with rank 0 is killed, then a member of etcd
 	@$(PY) examples/ddp_multinode/demo_etcd.py
+
+demo-operate: build ## three nodes train; elasticctl looks at them, saves, restarts, stops, drains a node; no step is lost (a browser if there is one)
+	@$(PY) examples/operate/demo.py
 
 demo-multinode: build ## three hosts train; one is cut off, comes back; their store is killed, comes back (namespaces if root)
 	@$(PY) examples/ddp_multinode/demo.py

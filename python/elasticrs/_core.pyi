@@ -917,6 +917,19 @@ class HealthServer:
             the number of each order, the user id and the pid of the program that has sent it (``None`` if
             that program is in another pid namespace), and the text of the order.
         """
+    def wants_page(self) -> bool:
+        """Return true if a browser waits for :meth:`tell_page`, once for each request. The agent calls both
+        before :meth:`answer`.
+        """
+    @property
+    def viewers(self) -> int:
+        """Number of browsers that listen to the events of the page."""
+    def tell_page(self, text: str) -> None:
+        """Set the text that the page for browsers shows, a JSON object. The browsers get it with the next
+        :meth:`answer`, or with :meth:`close`.
+        """
+    def status(self) -> str:
+        """Return the status of the job as JSON, as ``/status`` shows it."""
     def reply(self, number: int, line: str, *, is_last: bool = False) -> None:
         """Send a line to the program that has sent the order with this number, unless it has gone.
 

@@ -1,6 +1,8 @@
 //! Minimal HTTP/1.1 for the health server: one request per connection. Ignores most headers, and the bodies of `GET`
 //! and `HEAD`.
 
+use crate::page::POLICY;
+
 /// Maximum length of a request head in bytes.
 pub(crate) const MAX_HEAD: usize = 8 * 1024;
 
@@ -14,6 +16,8 @@ pub struct Request {
     pub method: Method,
     /// Length of the body in bytes, from the `Content-Length` header. 0 if there is no such header.
     pub length: usize,
+    /// True if the request has the header `Origin`, which a browser adds to each `POST`.
+    pub is_from_page: bool,
 }
 
 /// Method of a request. [`Method::Post`] is accepted only over the agent's Unix socket, not over TCP.
@@ -34,6 +38,8 @@ pub struct Response {
 
 /// Content type of plain text.
 pub const TEXT: &str = "text/plain; charset=utf-8";
+/// Content type of the page for browsers.
+pub(crate) const HTML: &str = "text/html; charset=utf-8";
 /// Content type of JSON.
 pub const JSON: &str = "application/json";
 /// Content type of the agent's replies to an order: lines that are JSON objects.
@@ -51,9 +57,14 @@ impl Response {
     pub fn bytes(&self, head_only: bool) -> Vec<u8> {
         let Self { status, kind, body } = self;
         let allow = if *status == 405 { "Allow: GET, HEAD\r\n" } else { "" };
+        let policy = if *kind == HTML {
+            format!("Content-Security-Policy: {}\r\nReferrer-Policy: no-referrer\r\n", *POLICY)
+        } else {
+            String::new()
+        };
         let mut bytes = format!(
-            "HTTP/1.1 {status} {}\r\nContent-Type: {kind}\r\nContent-Length: {}\r\n{allow}Cache-Control: no-store\r\n\
-             Connection: close\r\n\r\n",
+            "HTTP/1.1 {status} {}\r\nContent-Type: {kind}\r\nContent-Length: {}\r\n{allow}{policy}X-Content-Type-Options: nosniff\r\n\
+             Cache-Control: no-store\r\nConnection: close\r\n\r\n",
             reason(*status),
             body.len(),
         )
@@ -127,7 +138,8 @@ pub fn parse(head: &[u8]) -> Result<Request, Response> {
         None => 0,
         Some(number) => number.parse().map_err(|_| Response::text(400, "Content-Length is no number"))?,
     };
-    Ok(Request { path: path.to_owned(), host: field(head, b"Host")?, method, length })
+    let is_from_page = field(head, b"Origin")?.is_some();
+    Ok(Request { path: path.to_owned(), host: field(head, b"Host")?, method, length, is_from_page })
 }
 
 /// Returns the value of a header field. `None` if it is missing.
@@ -168,7 +180,9 @@ mod tests {
     #[test]
     fn a_request_line_is_parsed_or_refused_with_a_status() {
         let of = |head: &[u8]| parse(head).map_err(|response| response.status);
-        let request = |path: &str, method, length| Ok(Request { path: path.into(), host: None, method, length });
+        let request = |path: &str, method, length| {
+            Ok(Request { path: path.into(), host: None, method, length, is_from_page: false })
+        };
         assert_eq!(of(b"GET /healthz?verbose=1 HTTP/1.1\r\n\r\n"), request("/healthz", Method::Get, 0));
         assert_eq!(of(b"\r\nHEAD / HTTP/1.0\n\n"), request("/", Method::Head, 0));
         assert_eq!(of(b"POST /do HTTP/1.1\ncontent-length: 12\n\n"), request("/do", Method::Post, 12));

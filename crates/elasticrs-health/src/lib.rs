@@ -17,6 +17,7 @@
 //! | --- | --- |
 //! | [`server`] | [`Handle`], the thread of the server, and the response to each path |
 //! | [`http`], [`names`] | the part of HTTP that is needed, and the check of the host name in a request |
+//! | [`page`] | the page for browsers, and the events that keep it current |
 //! | [`orders`] | requests to act, over the control socket, for the agent's loop |
 //! | [`liveness`] | decides whether the agent is alive (pure) |
 //! | [`metrics`] | counts the metrics that the agent reports, and renders the page of all metrics; time of the job by activity |
@@ -38,6 +39,7 @@ pub mod log_sizes;
 pub mod metrics;
 pub mod names;
 pub mod orders;
+pub mod page;
 pub mod processes;
 pub mod server;
 

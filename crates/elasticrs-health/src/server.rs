@@ -27,6 +27,7 @@ use crate::log_sizes::{LogFile, LogSizes};
 use crate::metrics::{Moment, Registry, State, usages};
 use crate::names;
 use crate::orders::{Caller, MAX_ORDER, Order, Orders};
+use crate::page::{self, EVENTS, Live, MAX_VIEWERS, Seat};
 use crate::processes::Worker;
 
 /// Maximum number of simultaneous connections. See HEALTH-2.
@@ -42,6 +43,8 @@ pub(crate) const ANSWER_LIMIT: Duration = Duration::from_secs(1);
 const MAX_DROPPED: usize = 256 * 1024;
 /// How long a page of metrics is reused.
 const PAGE_FRESH: Duration = Duration::from_millis(100);
+/// Time in which the browsers get the last text before the server ends.
+const LAST_TEXT: Duration = Duration::from_millis(20);
 /// Delay before the next attempt to accept a connection to the control socket after an error.
 const PAUSE: Duration = Duration::from_millis(100);
 
@@ -54,11 +57,12 @@ struct Published {
 }
 
 /// State that the handle and the server thread share.
-struct Shared {
+pub(crate) struct Shared {
     began: Instant,
     /// Host on which the server listens. `None` if it has no port.
     host: Option<String>,
     orders: Orders,
+    pub(crate) live: Live,
     wake: WakeFd,
     liveness: Mutex<Liveness>,
     answered: watch::Sender<()>,
@@ -112,6 +116,7 @@ impl Handle {
             began: now.checked_sub(age).unwrap_or(now),
             host: host.clone(),
             orders: Orders::default(),
+            live: Live::default(),
             wake: WakeFd::new().map_err(failed)?,
             liveness: Mutex::new(Liveness::new(limit)),
             answered: watch::Sender::default(),
@@ -151,6 +156,27 @@ impl Handle {
     /// Sends a line of text to the program that has sent the order `number`. `is_last`: the line ends the answer.
     pub fn reply(&self, number: u64, line: String, is_last: bool) {
         self.shared.orders.reply(number, line, is_last);
+    }
+
+    /// Returns true if the agent is to call [`Self::tell_page`] before its next [`Self::answer`]. True once for each
+    /// request.
+    pub fn wants_page(&self) -> bool {
+        self.shared.live.take_request()
+    }
+
+    /// Returns the number of browsers that listen to the events of the page.
+    pub fn viewers(&self) -> usize {
+        self.shared.live.viewers()
+    }
+
+    /// Sets the text that the page for browsers shows. It must be a JSON value.
+    pub fn tell_page(&self, text: &str) {
+        self.shared.live.set_text(text);
+    }
+
+    /// Returns the status of the job as `/status` shows it, as JSON.
+    pub fn status(&self) -> String {
+        self.shared.status().to_string()
     }
 
     /// Returns the port on which the server listens. 0 if it has none.
@@ -223,13 +249,28 @@ impl Handle {
         counts(&mut lock(&self.shared.registry), Instant::now())
     }
 
-    /// Stops the server and its threads, see HEALTH-5. Idempotent. In a forked child, does nothing, because the threads
-    /// exist only in the parent.
+    /// Stops the server and its threads, see HEALTH-5. If browsers listen, gives them 20 ms to get the last text.
+    /// Idempotent. In a forked child, does nothing, because the threads exist only in the parent.
     pub fn close(&self) {
         if std::process::id() != self.owner {
             return;
         }
         let runtime = lock(&self.runtime).take();
+        if let Some(runtime) = &runtime
+            && self.viewers() > 0
+        {
+            let (told, is_told) = std::sync::mpsc::channel::<()>();
+            let shared = Arc::clone(&self.shared);
+            runtime.spawn(Box::new(move || {
+                Box::pin(async move {
+                    shared.live.tell(None);
+                    sleep(LAST_TEXT).await;
+                    drop(told);
+                })
+            }));
+            // This is always an error: nothing is sent, or the server's thread hangs.
+            let _ = is_told.recv_timeout(ANSWER_LIMIT);
+        }
         drop(runtime);
         self.shared.sizes.close();
     }
@@ -281,9 +322,8 @@ async fn run(listener: std::net::TcpListener, shared: Arc<Shared>, notices: Noti
         tokio::select! {
             biased;
             () = clients.ended() => {}
-            (mut stream, _) = door.accept(&notices, "the health check server") => {
-                let shared = Arc::clone(&shared);
-                clients.admit(async move { serve(&mut stream, &shared, None).await });
+            (stream, _) = door.accept(&notices, "the health check server") => {
+                clients.admit(attend(stream, Arc::clone(&shared), None));
             }
         }
     }
@@ -298,42 +338,63 @@ async fn run_control(listener: UnixListener, shared: Arc<Shared>) {
             biased;
             () = clients.ended() => {}
             accepted = listener.accept() => {
-                let Ok((mut stream, _)) = accepted else {
+                let Ok((stream, _)) = accepted else {
                     sleep(PAUSE).await;
                     continue;
                 };
                 let Ok(peer) = stream.peer_cred() else { continue };
                 let caller = Caller { uid: peer.uid(), pid: peer.pid().filter(|&pid| pid > 0) };
-                let shared = Arc::clone(&shared);
-                clients.admit(async move { serve(&mut stream, &shared, Some(caller)).await });
+                clients.admit(attend(stream, Arc::clone(&shared), Some(caller)));
             }
         }
     }
 }
 
 /// A connection to the server, over TCP or over a Unix socket.
-trait Stream: AsyncRead + AsyncWrite + AsRawFd + Unpin {}
+pub(crate) trait Stream: AsyncRead + AsyncWrite + AsRawFd + Unpin + 'static {}
 
-impl<S: AsyncRead + AsyncWrite + AsRawFd + Unpin> Stream for S {}
+impl<S: AsyncRead + AsyncWrite + AsRawFd + Unpin + 'static> Stream for S {}
 
-/// Serves one client, within the time limits of HEALTH-1. An error affects only this client. `caller` is the process
+/// Serves one client. A browser that listens to the events of the page leaves the connections of HEALTH-2.
+async fn attend(mut stream: impl Stream, shared: Arc<Shared>, caller: Option<Caller>) {
+    if let Some(seat) = serve(&mut stream, &shared, caller).await {
+        tokio::task::spawn_local(seat.serve(stream));
+    }
+}
+
+/// Serves one request, within the time limits of HEALTH-1. An error affects only this client. `caller` is the process
 /// that has connected to the control socket; `None` over TCP, where a client can only read the state of the job.
-async fn serve(stream: &mut impl Stream, shared: &Shared, caller: Option<Caller>) {
-    let Ok(Ok(received)) = timeout(CLIENT_LIMIT, receive(stream)).await else { return };
+/// Returns `Some` without an answer if the client is to get the events of the page.
+async fn serve(stream: &mut impl Stream, shared: &Arc<Shared>, caller: Option<Caller>) -> Option<Seat> {
+    let Ok(Ok(received)) = timeout(CLIENT_LIMIT, receive(stream)).await else { return None };
     let (response, head_only) = match (received, caller) {
         (_, Some(Caller { uid, .. })) if uid != 0 && uid != nix::unistd::geteuid().as_raw() => {
             (Response::text(403, "this job belongs to another user"), false)
         }
         (Err(refusal), _) => (refusal, false),
+        // A user may forward a port to the control socket, to open the page in a browser. No page in that browser may
+        // send orders.
+        (Ok((Request { method: Method::Post, is_from_page: true, .. }, _)), _) => {
+            (Response::text(403, "orders come from elasticctl, not from a browser"), false)
+        }
         (Ok((Request { method: Method::Post, path, .. }, order)), Some(caller)) if path == "/do" => {
-            return carry_out(stream, shared, caller, order).await;
+            carry_out(stream, shared, caller, order).await;
+            return None;
         }
         (Ok((Request { method: Method::Post, .. }, _)), _) => (Response::text(405, "only GET and HEAD"), false),
-        (Ok((request, _)), _) => (respond(&request, shared, caller.is_some()).await, request.method == Method::Head),
+        (Ok((request, _)), _) => {
+            let is_event = request.path == EVENTS && request.method == Method::Get && is_ours(&request, shared);
+            match is_event.then(|| Seat::take(shared)) {
+                Some(Some(seat)) => return Some(seat),
+                Some(None) => (Response::text(503, &format!("{MAX_VIEWERS} pages are open already")), false),
+                None => (respond(&request, shared).await, request.method == Method::Head),
+            }
+        }
     };
     let bytes = response.bytes(head_only);
     // Ignore errors and timeouts: the client has disconnected or does not read the response in time.
     let _ = timeout(CLIENT_LIMIT, send(stream, &bytes)).await;
+    None
 }
 
 /// Reads a request, and the body of a `POST`. The inner error is the response to send if the request is refused.
@@ -405,12 +466,16 @@ async fn send(stream: &mut impl Stream, bytes: &[u8]) -> io::Result<()> {
     part(stream, MAX_DROPPED).await
 }
 
-async fn respond(request: &Request, shared: &Shared, is_control: bool) -> Response {
+/// Returns true if the request is for this machine. See [`names`].
+fn is_ours(request: &Request, shared: &Shared) -> bool {
+    names::is_ours(request.host.as_deref(), shared.host.as_deref().unwrap_or_default())
+}
+
+async fn respond(request: &Request, shared: &Shared) -> Response {
     // Do not check the `Host` header of health probes. Their responses reveal almost nothing, and rejecting a probe
     // could cause a restart of a healthy agent.
-    let is_private = matches!(request.path.as_str(), "/metrics" | "/status");
-    let host = shared.host.as_deref().unwrap_or_default();
-    if is_private && !is_control && !names::is_ours(request.host.as_deref(), host) {
+    let is_private = matches!(request.path.as_str(), "/metrics" | "/status" | EVENTS);
+    if is_private && !is_ours(request, shared) {
         let said = "only by an address or a name of this machine, or the name that is given as --health-check-host";
         return Response::text(421, said);
     }
@@ -425,10 +490,11 @@ async fn respond(request: &Request, shared: &Shared, is_control: bool) -> Respon
             // Wake the agent's loop before reading the status, because the loop updates parts of the status only on
             // request.
             shared.ask().await;
-            shared.status()
+            of_json(200, &shared.status())
         }
-        "/" => Response::text(200, "/healthz /readyz /metrics /status"),
-        _ => Response::text(404, "there are /healthz, /readyz, /metrics and /status"),
+        "/" => page::page(),
+        EVENTS => Response::text(200, "events for the page at /"),
+        _ => Response::text(404, "there are /, /healthz, /readyz, /metrics and /status"),
     }
 }
 
@@ -461,7 +527,7 @@ impl Shared {
     /// share one reply (HEALTH-3).
     ///
     /// Returns whether the agent is considered alive.
-    async fn ask(&self) -> LivenessReport {
+    pub(crate) async fn ask(&self) -> LivenessReport {
         let limit = ANSWER_LIMIT.min(lock(&self.liveness).limit());
         let deadline = Instant::now() + limit;
         // Subscribe before asking, so that no answer is missed.
@@ -500,7 +566,7 @@ impl Shared {
         of_json(if ready { 200 } else { 503 }, &json!({"ready": ready, "state": state.name()}))
     }
 
-    fn status(&self) -> Response {
+    fn status(&self) -> Value {
         let mut status = lock(&self.published).status.clone();
         let LivenessReport { alive, age, reason } = self.verdict();
         let Readings { timers, heartbeats, .. } = self.read();
@@ -519,7 +585,7 @@ impl Shared {
             fields.insert("agent".into(), agent);
             fields.insert("timers".into(), timers);
         }
-        of_json(200, &status)
+        status
     }
 
     async fn metrics(&self) -> Response {

@@ -52,6 +52,23 @@ impl HealthServer {
         self.handle.reply(number, line, is_last);
     }
 
+    fn wants_page(&self) -> bool {
+        self.handle.wants_page()
+    }
+
+    #[getter]
+    fn viewers(&self) -> usize {
+        self.handle.viewers()
+    }
+
+    fn tell_page(&self, text: &str) {
+        self.handle.tell_page(text);
+    }
+
+    fn status(&self) -> String {
+        self.handle.status()
+    }
+
     #[getter]
     fn port(&self) -> u16 {
         self.handle.port()

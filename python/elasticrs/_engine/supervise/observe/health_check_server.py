@@ -1,7 +1,8 @@
 """Health check server with the same names as in torch. Unlike torch's server, it opens a port.
 
-``/healthz`` reports on the agent's loop, ``/readyz`` on the workers; ``/metrics`` is for Prometheus, and
-``/status`` for people. A thread of the core handles the connections, so requests do not delay the loop.
+``/healthz`` reports on the agent's loop, ``/readyz`` on the workers; ``/metrics`` is for Prometheus,
+``/status`` for programs, and the page at ``/`` for people. A thread of the core handles the connections, so
+requests do not delay the loop.
 """
 
 from __future__ import annotations
@@ -114,6 +115,8 @@ class HealthCheckServer:
         if server is not None:
             if self._port is not None:
                 self._port = server.port
+            if server.viewers:
+                _tell_page(server)
             server.close()
 
     def answer(self) -> None:
@@ -130,6 +133,8 @@ class HealthCheckServer:
             overdue, place = find_overdue()
             if overdue > 0:
                 age, doing = max(age, overdue), place
+        if server.wants_page():
+            _tell_page(server)
         server.answer(age, self.supervisor, doing)
 
     def _answer_all(self, server: _core.HealthServer, stop_fd: int) -> None:
@@ -145,6 +150,15 @@ class HealthCheckServer:
                 import logging
 
                 logging.getLogger("elasticrs.agent").exception("the alive_callback failed")
+
+
+def _tell_page(server: _core.HealthServer) -> None:
+    """Render the texts of the page for the browsers that show it."""
+    import json
+
+    from elasticrs._engine.supervise.observe.status_text import page
+
+    server.tell_page(json.dumps(page(json.loads(server.status()))))
 
 
 class _AliveCallbackProxy:

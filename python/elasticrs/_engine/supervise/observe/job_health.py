@@ -133,6 +133,9 @@ class HealthObserver(Observer):
         if self._result is not None:
             # Ask for the nodes' names only for a status request, because with many nodes the answer is large.
             self._result.node_names(asks=True)
+            if self._native.viewers:
+                # The page shows the ranks of all nodes. Their answers come later, so a later text has them.
+                self._result.ask_others()
         # Publish the status again: failures of other nodes and time without progress cause no event here.
         self._is_stale |= self._job.is_multi_node or self._no_progress is not None
         if attempt is not None and (attempt.shown_ranks(), self._budget()) != (

@@ -151,7 +151,7 @@ def _weighed_remarks(status: Mapping[str, Any]) -> list[tuple[str, str]]:
     if status["no_progress"]:
         what = printable(str(status["no_progress"]["what"]), 1000)
         found.append(("bad", f"{what}; see elasticctl stacks"))
-    found += _odd_ranks(all_workers(status), shows_nodes=_shows_nodes(status))
+    found += _odd_ranks(status)
     slowest = status["slowest"]
     if slowest:
         rates = f"{slowest['rate']:.2f} steps/s (median {slowest['median']:.2f})"
@@ -170,13 +170,20 @@ def _failure(failure: Mapping[str, Any]) -> str:
     return f"{who}: {printable(what, 300)}"
 
 
-LETTERS = {".": "running", "b": "steps behind", "p": "stopped by a signal", "x": "exited", "F": "failed"}
+LETTERS = {
+    ".": "running",
+    "n": "no progress",
+    "b": "steps behind",
+    "p": "stopped by a signal",
+    "x": "exited",
+    "F": "failed",
+}
 """The letters that stand for the states of ranks where there is no room for words."""
-_MOST_URGENT = "Fpxb."
+_MOST_URGENT = "Fpxbn."
 _WEIGHTS = {"b": "warn", "p": "warn", "x": "note", "F": "bad"}
 
 
-def _looks(workers: Sequence[Mapping[str, Any]], *, shows_nodes: bool = False) -> list[tuple[str, str]]:
+def _looks(status: Mapping[str, Any], workers: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
     """Return for each rank the letter of its state, and what a user should know. That text is empty for a
     rank that runs and is not more than one step behind the others.
     """
@@ -185,14 +192,14 @@ def _looks(workers: Sequence[Mapping[str, Any]], *, shows_nodes: bool = False) -
         if told.get("step") is not None:
             counts = _counts_attempt(told)
             most[counts] = max(most.get(counts, 0), told["step"])
-    found = []
+    found, normal = [], "n" if status["no_progress"] else "."
     for worker in workers:
-        state, told, look = worker["state"], _progress(worker), (".", "")
+        state, told, look = worker["state"], _progress(worker), (normal, "")
         step = told.get("step")
         if state == "EXITED":
             look = "F" if worker["exitcode"] else "x", f"exited with code {worker['exitcode']}"
         elif state == "PAUSED":
-            where = f" on {printable(str(worker['node']))}" if shows_nodes else ""
+            where = f" on {printable(str(worker['node']))}" if _shows_nodes(status) else ""
             look = "p", f"stopped by a signal; kill -CONT {worker['pid']}{where} continues it"
         elif step is not None and step < most[_counts_attempt(told)] - 1:
             look = "b", f"{most[_counts_attempt(told)] - step:,} steps behind the others"
@@ -200,10 +207,11 @@ def _looks(workers: Sequence[Mapping[str, Any]], *, shows_nodes: bool = False) -
     return found
 
 
-def _odd_ranks(workers: Sequence[Mapping[str, Any]], *, shows_nodes: bool) -> list[tuple[str, str]]:
+def _odd_ranks(status: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Return weighed remarks about the ranks that do not run, or are some steps behind the other ranks."""
+    workers = all_workers(status)
     by_look: dict[tuple[str, str], list[int]] = {}
-    for worker, look in zip(workers, _looks(workers, shows_nodes=shows_nodes), strict=True):
+    for worker, look in zip(workers, _looks(status, workers), strict=True):
         if look[1] and worker["rank"] is not None:
             by_look.setdefault(look, []).append(worker["rank"])
     found = [
@@ -221,7 +229,7 @@ def letters(status: Mapping[str, Any]) -> list[str]:
     workers = all_workers(status)
     if len(workers) <= MAX_SHOWN:
         return []
-    shown = "".join(letter for letter, _ in _looks(workers))
+    shown = "".join(letter for letter, _ in _looks(status, workers))
     rows = [f"{at:>5}  {shown[at : at + _ROW]}" for at in range(0, len(shown), _ROW)]
     return ["", *rows, "       " + "  ".join(f"{letter} {state}" for letter, state in LETTERS.items())]
 
@@ -239,7 +247,7 @@ def _rank_titles(status: Mapping[str, Any]) -> tuple[str, ...]:
 def _rank_rows(status: Mapping[str, Any]) -> list[tuple[str, tuple[str, ...]]]:
     """Return the rows of the table of ranks, each after the letter of the rank's state."""
     workers = all_workers(status)
-    found = list(zip(workers, (letter for letter, _ in _looks(workers)), strict=True))
+    found = list(zip(workers, (letter for letter, _ in _looks(status, workers)), strict=True))
     if len(workers) > MAX_SHOWN:
         found.sort(key=lambda each: (_MOST_URGENT.index(each[1]), _progress(each[0]).get("step") or 0))
     rows: list[tuple[str, tuple[str, ...]]] = []
@@ -259,14 +267,15 @@ def _rank_rows(status: Mapping[str, Any]) -> list[tuple[str, tuple[str, ...]]]:
 
 
 def _more(status: Mapping[str, Any]) -> list[str]:
-    known, group = len(all_workers(status)), status["group"] or {}
-    more, missing = known - MAX_SHOWN, group.get("workers", 0) - known
-    lines = [f"and {more} more rank{'s' if more != 1 else ''}"] if more > 0 else []
-    if missing > 0:
-        lines.append(
-            f"and {missing} rank{'s' if missing != 1 else ''} of which other nodes have not told yet"
-        )
-    return lines
+    more = len(all_workers(status)) - MAX_SHOWN
+    return [*([f"and {more} more rank{'s' if more != 1 else ''}"] if more > 0 else []), *_missing(status)]
+
+
+def _missing(status: Mapping[str, Any]) -> list[str]:
+    group = status["group"] or {}
+    missing = group.get("workers", 0) - len(all_workers(status))
+    who = f"{missing} rank{'s' if missing != 1 else ''}"
+    return [f"and {who} of which other nodes have not told yet"] if missing > 0 else []
 
 
 _STATE_WEIGHTS = {
@@ -279,15 +288,16 @@ _STATE_WEIGHTS = {
 
 
 def page(status: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the texts that the page of the health check server shows: the same that ``elasticctl status
-    --watch`` prints, but not yet put into lines of a terminal.
+    """Return the texts on the health check server's page: those that ``elasticctl status --watch`` prints,
+    but not yet put into lines of a terminal. If there are many ranks, ``rows`` has only those that need a
+    look, and ``grid`` has for each node its name, its ranks, and a letter for each of them.
     """
     if "job" not in status:
         return {"title": "elasticrs", "sentence": "this process has told nothing about a job yet"}
     pid, workers, host = status["agent"]["pid"], all_workers(status), printable(str(status["host"]))
     facts = zip(TITLES, row(pid, status), strict=True)
     failures = [*status["earlier_failures"], status["last_failure"]]
-    shows_all = len(workers) <= MAX_SHOWN
+    rows, shows_all = _rank_rows(status), len(workers) <= MAX_SHOWN
     return {
         "title": title(status),
         "host": host,
@@ -295,11 +305,11 @@ def page(status: Mapping[str, Any]) -> dict[str, Any]:
         "weight": _STATE_WEIGHTS.get(status["state"], "warn"),
         "sentence": _how(status),
         "remarks": _weighed_remarks(status),
-        "facts": [fact for fact in facts if fact[0] not in ("JOB", "SCRIPT", "STATE")],
+        "facts": [fact for fact in facts if fact[0] not in ("JOB", "SCRIPT", "STATE", "PID")],
         "titles": _rank_titles(status),
-        "rows": _rank_rows(status),
-        "more": _more(status),
-        "grid": [] if shows_all else _grid(workers),
+        "rows": rows if shows_all else [each for each in rows if each[0] not in "n."],
+        "more": _missing(status),
+        "grid": [] if shows_all else _grid(status, workers),
         "letters": LETTERS,
         "failures": [
             (local_time(failure["time_ms"] * 1_000_000), _failure(failure)) for failure in failures if failure
@@ -308,10 +318,12 @@ def page(status: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _grid(workers: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[int | None], str]]:
+def _grid(
+    status: Mapping[str, Any], workers: Sequence[Mapping[str, Any]]
+) -> list[tuple[str, list[int | None], str]]:
     """Return for each node its name, its ranks, and a letter for the state of each of them."""
     rows: dict[str, tuple[list[int | None], list[str]]] = {}
-    for worker, (letter, _) in zip(workers, _looks(workers), strict=True):
+    for worker, (letter, _) in zip(workers, _looks(status, workers), strict=True):
         ranks, letters = rows.setdefault(printable(str(worker["node"])), ([], []))
         ranks.append(worker["rank"])
         letters.append(letter)
