@@ -13,10 +13,8 @@ not end with the same result as a training without accidents.
 
 import os
 import re
-import select
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
 import time
@@ -24,6 +22,9 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from agents import Job
 
 WORKERS = 2
 NODES = 3
@@ -37,9 +38,6 @@ WORDS = {
     "drain": "SIGTERM to a node",
     "lose": "loss of a node",
 }
-LIMIT = 200.0
-"""Seconds after which this program ends a job that still runs."""
-
 STAMP = re.compile(r"stamp (?P<what>\w+) rank=\d+ step=(?P<step>\d+) ns=(?P<ns>\d+) pid=(?P<pid>\d+)")
 DONE = re.compile(r"done: accuracy ([\d.]+%), sum of the parameters (\S+)")
 
@@ -75,80 +73,32 @@ class Story(NamedTuple):
     broken: list[str]
 
 
-class Job:
-    """Starts the agents of a job that runs `train.py`, and reads what they print. Also drains or kills an
-    agent when its worker prints that it is to be drained or lost.
+def job_of(launcher: Sequence[str], checkpoint: Path, accidents: dict[str, int]) -> Job:
+    """Return a job that runs `train.py`, and drain or kill an agent when its worker prints that it is to be
+    drained or lost.
 
     Args:
         launcher: command that starts an agent, with the options that are the same for all agents.
         checkpoint: file for the checkpoints.
         accidents: the accidents that happen, with the training step of each one.
     """
+    program = [str(Path(__file__).with_name("train.py")), "--checkpoint", str(checkpoint), "--stamps"]
+    if accidents:
+        program += ["--accidents", *(f"{kind}:{step}" for kind, step in accidents.items())]
 
-    def __init__(self, launcher: Sequence[str], checkpoint: Path, accidents: dict[str, int]) -> None:
-        program = [str(Path(__file__).with_name("train.py")), "--checkpoint", str(checkpoint), "--stamps"]
-        if accidents:
-            program += ["--accidents", *(f"{kind}:{step}" for kind, step in accidents.items())]
-        self.command = [*launcher, *program]
-        self.output = ""
-        self._agents: list[subprocess.Popen[bytes]] = []
-        self._rest: dict[int, bytes] = {}
-        """Beginning of a line that is not complete yet, by the number of each agent whose output is open."""
-        self._ends = time.monotonic() + LIMIT
+    def take(number: int, line: str) -> bool:
+        stamp = STAMP.search(line)
+        if stamp is not None and stamp["what"] == "drain":
+            job.agents[number].terminate()
+        elif stamp is not None and stamp["what"] == "lose":
+            # Kill the worker, too, because a worker of torchrun would outlive its agent.
+            job.agents[number].kill()
+            with suppress(ProcessLookupError):
+                os.kill(int(stamp["pid"]), signal.SIGKILL)
+        return stamp is not None
 
-    def start(self, *options: str, node: int | None = None) -> None:
-        """Start one more agent with more ``options``. ``node`` is its number if there are several nodes."""
-        variables = {"OMP_NUM_THREADS": "1", SHARED: "1"} | ({} if node is None else {"DEMO_NODE": str(node)})
-        split = next(at for at, word in enumerate(self.command) if word.startswith("--"))
-        agent = subprocess.Popen(
-            [*self.command[:split], *options, *self.command[split:]],
-            env={**os.environ, **variables},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-        )
-        assert agent.stdout is not None
-        os.set_blocking(agent.stdout.fileno(), False)
-        self._rest[len(self._agents)] = b""
-        self._agents.append(agent)
-
-    def read(self) -> None:
-        """Read what the agents print, until all of them have ended or :data:`LIMIT` is over."""
-        while self._rest and time.monotonic() < self._ends:
-            number_of = {agent.stdout: number for number, agent in enumerate(self._agents)}
-            for pipe in select.select([self._agents[each].stdout for each in self._rest], [], [], 1.0)[0]:
-                self._read(number_of[pipe])
-
-    def _read(self, number: int) -> None:
-        pipe = self._agents[number].stdout
-        assert pipe is not None
-        chunk = os.read(pipe.fileno(), 1 << 16)
-        *lines, rest = (self._rest.pop(number) + chunk).split(b"\n")
-        if chunk:
-            self._rest[number] = rest
-        for line in (each.decode(errors="replace") + "\n" for each in lines):
-            self.output += line
-            stamp = STAMP.search(line)
-            if stamp is None:
-                sys.stdout.write(line)
-                sys.stdout.flush()
-            elif stamp["what"] == "drain":
-                self._agents[number].terminate()
-            elif stamp["what"] == "lose":
-                # Kill the worker, too, because a worker of torchrun would outlive its agent.
-                self._agents[number].kill()
-                with suppress(ProcessLookupError):
-                    os.kill(int(stamp["pid"]), signal.SIGKILL)
-
-    def close(self) -> bool:
-        """Wait for the agents, and kill those that run too long. Return true if the first one succeeded."""
-        for agent in self._agents:
-            with suppress(subprocess.TimeoutExpired):
-                agent.wait(max(0.0, self._ends - time.monotonic()))
-            agent.kill()
-            agent.wait()
-            assert agent.stdout is not None
-            agent.stdout.close()
-        return self._agents[0].returncode == 0
+    job = Job([*launcher, *program], {SHARED: "1"}, take)
+    return job
 
 
 def main() -> int:
@@ -171,7 +121,7 @@ def main() -> int:
 
 def run(title: str, launcher: Sequence[str], checkpoint: Path, accidents: dict[str, int]) -> str:
     """Run the training on one node, and return its output. If the job fails, return an empty string."""
-    job = Job(launcher, checkpoint, accidents)
+    job = job_of(launcher, checkpoint, accidents)
     print(f"\n{title}:\n$ {' '.join(job.command)}", flush=True)
     job.start()
     job.read()
@@ -186,7 +136,7 @@ def run_on_nodes(title: str, launcher: Sequence[str], checkpoint: Path) -> str:
         port = free.getsockname()[1]
     where = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{port}", "--rdzv-id", "demo"]
     options = ["--nnodes", f"1:{NODES}", "--nproc-per-node", "1", *where]
-    job = Job([*launcher, *options], checkpoint, ON_NODES)
+    job = job_of([*launcher, *options], checkpoint, ON_NODES)
     print(f"\n{title}, {NODES} nodes:\n$ {' '.join(job.command)}", flush=True)
     for node in range(NODES):
         job.start("--rdzv-conf", f"is_host={int(node == 0)},last_call_timeout=3", node=node)

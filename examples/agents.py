@@ -1,0 +1,91 @@
+"""Starts the agents of a job for a demo, several of them on this machine, and reads what they print."""
+
+import os
+import re
+import select
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+
+
+class Job:
+    """A job of one agent, or of several that meet.
+
+    Args:
+        command: command that starts an agent, with the options and arguments that all agents have.
+        variables: environment variables for the agents, in addition to those of this program.
+        take: gets each line with the number of its agent; true if the line is not to be printed.
+        limit: seconds after which :meth:`read` gives up, and :meth:`close` kills the agents.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        variables: Mapping[str, str],
+        take: Callable[[int, str], bool] = lambda number, line: False,  # noqa: ARG005 -- prints all lines
+        limit: float = 200.0,
+    ) -> None:
+        self.command = command
+        self.output = ""
+        self.agents: list[subprocess.Popen[bytes]] = []
+        self._variables, self._take = variables, take
+        self._rest: dict[int, bytes] = {}
+        """Beginning of a line that is not complete yet, by the number of each agent whose output is open."""
+        self._ends = time.monotonic() + limit
+
+    def start(self, *options: str, node: int | None = None) -> None:
+        """Start one more agent with more ``options``. ``node`` is its number if there are several nodes."""
+        variables = {"OMP_NUM_THREADS": "1"} | ({} if node is None else {"DEMO_NODE": str(node)})
+        split = next(at for at, word in enumerate(self.command) if word.startswith("--"))
+        agent = subprocess.Popen(
+            [*self.command[:split], *options, *self.command[split:]],
+            env={**os.environ, **variables, **self._variables},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        )
+        assert agent.stdout is not None
+        os.set_blocking(agent.stdout.fileno(), False)
+        self._rest[len(self.agents)] = b""
+        self.agents.append(agent)
+
+    def read(self, until: str | None = None, count: int = 1) -> list[re.Match[str]]:
+        """Read what the agents print, until all of them have ended, or the pattern ``until`` has been found
+        ``count`` times in all that they have printed so far. Return what was found; less after the limit.
+        """
+        while True:
+            found = [] if until is None else list(re.finditer(until, self.output))
+            if (until is not None and len(found) >= count) or not self._rest or time.monotonic() > self._ends:
+                return found
+            self.read_some(1.0)
+
+    def read_some(self, wait: float) -> None:
+        """Read what the agents have printed. Wait for it at most so many seconds."""
+        number_of = {agent.stdout: number for number, agent in enumerate(self.agents)}
+        for pipe in select.select([self.agents[each].stdout for each in self._rest], [], [], wait)[0]:
+            self._read(number_of[pipe])
+
+    def _read(self, number: int) -> None:
+        pipe = self.agents[number].stdout
+        assert pipe is not None
+        chunk = os.read(pipe.fileno(), 1 << 16)
+        *lines, rest = (self._rest.pop(number) + chunk).split(b"\n")
+        if chunk:
+            self._rest[number] = rest
+        for line in (each.decode(errors="replace") + "\n" for each in lines):
+            self.output += line
+            if not self._take(number, line):
+                sys.stdout.write(line)
+                sys.stdout.flush()
+
+    def close(self) -> bool:
+        """Wait for the agents, and kill those that run too long. Return true if the first one succeeded."""
+        for agent in self.agents:
+            with suppress(subprocess.TimeoutExpired):
+                agent.wait(max(0.0, self._ends - time.monotonic()))
+            agent.kill()
+            agent.wait()
+            assert agent.stdout is not None
+            agent.stdout.close()
+        return self.agents[0].returncode == 0
