@@ -113,7 +113,7 @@ impl Live {
     }
 }
 
-/// The right of one browser to listen. While there is one, a task keeps the text current.
+/// Permission of one browser to listen. While a browser has one, a task keeps the text current.
 pub(crate) struct Seat(Arc<Shared>);
 
 impl Seat {
@@ -125,7 +125,7 @@ impl Seat {
         }
         live.viewers.fetch_add(1, Ordering::Relaxed);
         if !live.is_kept_current.swap(true, Ordering::Relaxed) {
-            // Do not show an event from the last time that somebody listened.
+            // This is an event from an earlier time, when other browsers listened.
             live.event.send_replace("".into());
             tokio::task::spawn_local(keep_current(Arc::clone(shared)));
         }
