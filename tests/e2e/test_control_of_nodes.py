@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+from pathlib import Path
 
 import pytest
 from helpers import ports
@@ -195,6 +196,26 @@ def test_the_stacks_of_all_nodes_are_merged(nodes, asked, monkeypatch):
     )
     assert asked("stop", "--now", f"--job={job.agents[0].pid}")[0] == 0
     assert [agent.wait() for agent in job.agents] == [1, 1]
+
+
+@pytest.mark.slow
+@pytest.mark.torch
+def test_a_checkpoint_by_one_command_is_agreed_between_the_nodes(launch, sockets, asked):
+    program = Path(__file__).parents[1] / "workers" / "agreed_training.py"
+    env = {"ELASTICRS_CONTROL_DIR": str(sockets), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    options = (*meeting("2"), "--nproc-per-node=2", program, "plain", "note")
+    agents = [launch(*options, env=env) for _ in range(2)]
+    for agent in agents:
+        agent.wait_for_lines(r"BEGUN \d+", 2)
+    for number in (1, 2):
+        code, text = asked("checkpoint", f"--job={agents[number - 1].pid}")
+        step = re.search(r"SIGUSR1 sent to 4 ranks after optimizer step \d+ of this attempt, held", text)
+        assert (code, step is not None) == (0, True), text
+        acted = [agent.wait_for_lines(r"ACTED \d+ (\d+) \w+ \w+", 2 * number)[-2:] for agent in agents]
+        assert len({match[1] for matches in acted for match in matches}) == 1
+    code, text = asked("stop", f"--job={agents[0].pid}")
+    assert code == 0, text
+    assert [agent.wait() for agent in agents] == [1, 1]
 
 
 @pytest.mark.slow

@@ -13,6 +13,7 @@ import signal
 import time
 from functools import partial
 from queue import SimpleQueue
+from types import NoneType
 from typing import TYPE_CHECKING
 
 from elasticrs._engine.job import phrases
@@ -447,18 +448,24 @@ class _Joined:
             self._answer(joined(self._parts, self._nodes))
 
 
+def _is_delivery(fields: Mapping[str, Any]) -> bool:
+    """Return true if another agent's answer has the fields of :func:`delivery`."""
+    types = {"ranks": (int,), "step": (int, NoneType), "why": (str,), "waited": (int, float)}
+    return all(name in fields and type(fields[name]) in allowed for name, allowed in types.items())
+
+
 def joined(parts: Sequence[Mapping[str, Any]], nodes: int) -> dict[str, Any]:
     """Return the answer to ``elasticctl`` about a signal to the ranks of all nodes. ``parts``: the answers of
     the nodes, as :func:`delivery` returns them. ``nodes``: number of nodes that were asked.
     """
-    sent = [each for each in parts if each.get("code") in (DONE, NOT_AGREED) and each.get("signal")]
-    ranks = sum(int(each["ranks"]) for each in sent)
+    sent = [each for each in parts if _is_delivery(each)]
+    ranks = sum(each["ranks"] for each in sent)
     steps = {each["step"] for each in sent}
-    why = [str(each["why"]) for each in sent if each["why"]]
+    why = [each["why"] for each in sent if each["why"]]
     why += [str(each.get("message")) for each in parts if each not in sent]
     why += ["another node has not answered in time"] * (len(parts) < nodes)
     why += ["the nodes have chosen different steps"] * (len(steps) > 1 and not why)
-    waited = max((float(each["waited"]) for each in sent), default=0.0)
+    waited = max((each["waited"] for each in sent), default=0.0)
     step = steps.pop() if len(steps) == 1 and not why else None
     return delivery(ranks, Delivery(signal.SIGUSR1, step, why[0] if why else "", waited))
 
