@@ -91,7 +91,7 @@ def test_what_a_worker_has_kept_is_read(files, worker):
     worker.record(0, 12, b"small")
     worker.record(3, 13, b"torn", crc=1)
     assert holding(files) == Holding(
-        (KeptSlot(0, 12, 2, 8, 9, 3, is_at_death=True), KeptSlot(1, 10, 1)),
+        (KeptSlot(0, 12, 2, 8, 9, 3, why_copied=1), KeptSlot(1, 10, 1)),
         frozenset((12,)),
         attempt=2,
         ended=12,

@@ -301,16 +301,14 @@ class KeepFiles:
 
     def _small(self, fd: int, head: tuple[int, ...]) -> Iterator[int]:
         """Return the steps for which the ring has a record with a correct checksum."""
-        ring = self._regions(fd, head)[0]
-        room = 0 if ring is None else layout.record_size(ring[1]) - layout.RECORD_HEAD
-        if ring is None or room <= 0:
-            return
-        for number in range(layout.RECORDS):
-            at = ring[0] + layout.record_at(number, ring[1])
-            step, length, crc = _words(fd, at, layout.RECORD_HEAD // layout.WORD)
-            is_there = 0 < step <= _MAX_STEP and 0 < length <= min(room, MAX_RECORD)
-            if is_there and _crc(fd, at + layout.RECORD_HEAD, length) == crc:
-                yield step - 1
+        start, capacity = self._regions(fd, head)[0] or (0, 0)
+
+        def read(at: int, size: int) -> bytes:
+            return os.pread(fd, size, start + at).ljust(size, b"\0")
+
+        for step, _, at, length, crc in layout.records(read, capacity):
+            if step < _MAX_STEP and length <= MAX_RECORD and _crc(fd, start + at, length) == crc:
+                yield step
 
 
 def _kept_slot(index: int, words: tuple[int, ...]) -> KeptSlot:

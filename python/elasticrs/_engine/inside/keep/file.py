@@ -272,19 +272,13 @@ class Ring:
     def records(self) -> dict[tuple[int, bool], bytes]:
         """Return the records with a correct checksum, by step and ``is_end``."""
         found: dict[tuple[int, bool], bytes] = {}
-        if self._map is None:
-            return found
-        room = layout.record_size(len(self._map)) - layout.RECORD_HEAD
-        for number in range(layout.RECORDS):
-            at = layout.record_at(number, len(self._map))
-            start = at + layout.RECORD_HEAD
-            step, length, crc = layout.unpack(self._map[at:start])
-            if not step or not 0 < length <= room:
-                continue
-            data = self._map[start : start + length]
-            is_end = bool(number % 2)
-            if zlib.crc32(data) == crc and layout.record_number(step - 1, is_end) == number:
-                found[step - 1, is_end] = data
+        if (ring := self._map) is not None:
+            for step, is_end, at, length, crc in layout.records(
+                lambda at, size: ring[at : at + size], len(ring)
+            ):
+                data = ring[at : at + length]
+                if zlib.crc32(data) == crc:
+                    found[step, is_end] = data
         return found
 
     def drop_after(self, step: int) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
 VARIABLE = "ELASTICRS_KEEP"
 """Environment variable of the worker. Its value is ``{mark}:{path of the file}``."""
@@ -240,6 +240,19 @@ def record_at(number: int, capacity: int) -> int:
 def record_size(capacity: int) -> int:
     """Return the size of one record, with its head, if the ring has ``capacity`` bytes."""
     return capacity // RECORDS // WORD * WORD
+
+
+def records(read: Callable[[int, int], bytes], capacity: int) -> Iterator[tuple[int, bool, int, int, int]]:
+    """Find the records of the ring, which has ``capacity`` bytes. ``read`` returns bytes of the ring: its
+    arguments are offset and length. Yield step, ``is_end`` (see :func:`record_number`), offset and length of
+    the content, and CRC-32 of each record. If the checksum is wrong, the record was not completely written.
+    """
+    room = record_size(capacity) - RECORD_HEAD
+    for number in range(RECORDS if room > 0 else 0):
+        at, is_end = record_at(number, capacity), bool(number % 2)
+        step, length, crc = unpack(read(at, RECORD_HEAD))
+        if step and 0 < length <= room and record_number(step - 1, is_end) == number:
+            yield step - 1, is_end, at + RECORD_HEAD, length, crc
 
 
 def pack(words: Sequence[int]) -> bytes:

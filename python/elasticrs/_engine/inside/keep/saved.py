@@ -104,7 +104,7 @@ class Saved(Value):
         holder, slot, sequence = self.sources.get(rank) or self.sources[min(self.sources)]
         place = {"file": self.places[holder], "slot": slot, "rank": holder, "sequence": sequence}
         own = {"home": self.places[rank], "own": self.own.get(rank)} if rank in self.places else {}
-        return {"large": place, "small": False, "own": None, **own}
+        return {"large": place, "own": None, **own}
 
 
 def save(

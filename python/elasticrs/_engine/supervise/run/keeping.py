@@ -369,12 +369,11 @@ def _own(
     choice: Choice, rank: int, holdings: Mapping[int, Holding], files: KeepFiles, saved: Saved | None
 ) -> dict[str, PlanValue]:
     """Return the part of the plan (what a worker is to restore) that is different for each rank: in which
-    file and slot the rank finds its parameters and optimizer state (``large``), whether its own file has a
-    record of its random numbers and the like (``small``), and the slot with its own copy of the step
-    (``own``).
+    file and slot the rank finds its parameters and optimizer state (``large``), and the slot with its own
+    copy of the step (``own``).
     """
     if choice.step is None:
-        return {"large": None, "small": False, "own": None}
+        return {"large": None, "own": None}
     if saved is not None:
         return saved.plan_of(rank)
     holder, index = choice.sources[rank]
@@ -384,7 +383,6 @@ def _own(
     place = files.places[[*holdings].index(holder)]
     return {
         "large": {"file": place, "slot": index, "rank": holder, "sequence": slots[index].sequence},
-        "small": holding is not None and choice.step in holding.small,
         "own": None if own is None else own.index,
     }
 
