@@ -5,21 +5,13 @@ exited.
 import json
 import re
 import sys
-import textwrap
 
 import pytest
 
 pytestmark = pytest.mark.beyond_torchrun
 
 WAITS = """
-    import os, signal, sys
-    rank = int(os.environ["RANK"])
-    # Ranks 1 and 0 wait for each other: rank 1 exits when rank 0 has got SIGTERM.
-    if rank == 0 and not os.path.exists("fifo"):
-        os.mkfifo("partial")
-        os.rename("partial", "fifo")
-    while not os.path.exists("fifo"):
-        signal.sigtimedwait([], 0.01)
+    import atexit, os, signal, sys
     def stopped(*_):
         print("STOPPED", flush=True)
         with open("fifo", "w"):
@@ -28,50 +20,37 @@ WAITS = """
         with open("fifo") as file:
             file.read()
         print("FLUSHED", flush=True)
+    # Rank 1 fails when rank 0 handles SIGTERM, and exits when rank 0 has got it.
+    if os.environ["RANK"] == "0":
+        signal.signal(signal.SIGTERM, stopped)
+        os.mkfifo("partial")
+        os.rename("partial", "fifo")
+        while True:
+            signal.pause()
+    while not os.path.exists("fifo"):
+        signal.sigtimedwait([], 0.01)
+    atexit.register(flush)
 """
 
 
-def test_the_siblings_are_stopped_while_the_rank_that_raised_may_finish(launch, worker_script, tmp_path):
-    body = """
-    import atexit
-    if rank == 1:
-        atexit.register(flush)
-        raise ValueError("no such batch")
-    signal.signal(signal.SIGTERM, stopped)
-    while True:
-        signal.pause()
-    """
-    launched = launch(
-        *("--nproc-per-node=2", "--exit-timeout=5", "--shutdown-timeout=3000"),
-        worker_script(textwrap.dedent(WAITS) + textwrap.dedent(body)),
-    ).exits(1)
-    assert "STOPPED" in launched.stdout
-    assert "FLUSHED" in launched.stdout
-    told, traceback = (launched.stderr.index(text) for text in ("; stopping the other rank", "Root Cause"))
-    assert told < traceback
-    report = launched.stderr.partition("Root Cause")[2]
-    assert re.search(r"rank +: 1\b", report)
-    assert re.search(r"exitcode +: 1 ", report)
-    assert "no such batch" in report
-
-
-@pytest.mark.parametrize(("code", "told"), [("7", r"exitcode +: 7 "), ("'bad lr'", "SystemExit: bad lr")])
-def test_sys_exit_stops_the_siblings_like_an_exception(launch, worker_script, code, told):
-    body = f"""
-    import atexit
-    if rank == 1:
-        atexit.register(flush)
-        sys.exit({code})
-    signal.signal(signal.SIGTERM, stopped)
-    while True:
-        signal.pause()
-    """
-    script = worker_script(textwrap.dedent(WAITS) + textwrap.dedent(body))
-    launched = launch("--nproc-per-node=2", "--exit-timeout=5", "--shutdown-timeout=3000", script).exits(1)
-    assert "FLUSHED" in launched.stdout
-    assert re.search("rank 1 .* raised SystemExit; stopping the other rank", launched.stderr)
-    report = launched.stderr.partition("Root Cause")[2]
-    assert re.search(told, report)
+@pytest.mark.parametrize(
+    ("ends", "raised", "told"),
+    [
+        ("raise ValueError('no such batch')", "ValueError.*", [r"exitcode +: 1 ", "no such batch"]),
+        ("sys.exit(7)", "SystemExit", [r"exitcode +: 7 "]),
+        ("sys.exit('bad lr')", "SystemExit", ["SystemExit: bad lr"]),
+    ],
+)
+def test_the_siblings_are_stopped_while_the_rank_that_raised_may_finish(
+    launch, worker_script, ends, raised, told
+):
+    limits = ("--exit-timeout=60", "--shutdown-timeout=3000")
+    launched = launch("--nproc-per-node=2", *limits, worker_script(f"{WAITS}    {ends}\n")).exits(1)
+    assert launched.stdout.split() == ["STOPPED", "FLUSHED"]
+    begin, _, report = launched.stderr.partition("Root Cause")
+    assert re.search(f"rank 1 .* raised {raised}; stopping the other rank", begin)
+    for text in (r"rank +: 1\b", *told):
+        assert re.search(text, report)
 
 
 def test_ranks_that_raise_at_the_same_time_fail_with_an_exception(launch, worker_script):
