@@ -79,7 +79,7 @@ def may_take(item: pytest.Item) -> float:
     return float(timeout.args[0]) if timeout else 10.0 * (item.get_closest_marker("slow") is not None)
 
 
-SHARED = ("torch_programs", "programs", "trainers", "torch_clients", "etcd_program")
+SHARED = ("torch_programs", "programs", "trainers", "torch_clients", "etcd_program", "torch")
 """Fixtures that take long to start and serve all tests of a pytest process: torch's import, etcd's start."""
 
 
