@@ -176,6 +176,20 @@ def test_a_training_that_is_restarted_at_many_moments_ends_as_without_restarts(
     assert len(ends[0]) == 1
 
 
+def test_a_restart_loses_no_step_whose_changes_are_hidden(launch, tmp_path, monkeypatch):
+    folder = str(tmp_path / "control")
+    monkeypatch.setenv("ELASTICRS_CONTROL_DIR", folder)
+    training = kept.KeptTraining(tmp_path / "job")
+    options = ("--nproc-per-node=2", kept.PROGRAM, training.folder)
+    options += ("--steps=40", "--variant=compiled", "--every=0")
+    job = launch(*kept.OPTIONS, *options, env={**kept.ENVIRONMENT, "ELASTICRS_CONTROL_DIR": folder})
+    training.wait_for(job, "ended", rank=0, step=8)
+    assert ctl.main(["restart", "--no-wait"]) == 0
+    job.exits(0, timeout=120)
+    assert [each.step for each in training.logged("ended", rank=0)] == list(range(1, 41))
+    assert len(training.logged("restored", rank=0)) == 2
+
+
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_a_restart_goes_on_from_the_step_on_which_all_ranks_agreed(launch, tmp_path, monkeypatch, ranks):
     folder = str(tmp_path / "control")

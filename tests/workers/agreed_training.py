@@ -134,9 +134,9 @@ class Training:
             optimizer.step()
         elif LOOP == "gan":
             judge, other = self.models[1], self.optimizers[1]
+            other.zero_grad()
             judge(batch).mean().backward()
             other.step()
-            other.zero_grad()
             self.place = "between"
             judge(model(batch)).mean().backward()
             optimizer.step()

@@ -116,6 +116,21 @@ class Fused(Training):
         return [torch.optim.AdamW(self.model.parameters(), lr=1e-2, fused=True)]
 
 
+class Compiled(Training):
+    """An optimizer whose steps torch does not report."""
+
+    def make_optimizers(self):
+        optimizers = super().make_optimizers()
+        self.update = torch.compile(optimizers[0].step, backend="eager")
+        return optimizers
+
+    def step(self):
+        loss = self.backward()
+        self.update()
+        self.optimizers[0].zero_grad()
+        return loss
+
+
 class Momentum(Training):
     def make_optimizers(self):
         return [torch.optim.SGD(self.model.parameters(), lr=1e-2, momentum=0.9)]
@@ -244,6 +259,7 @@ class Loaded(Training):
 VARIANTS = {
     "adamw": Training,
     "fused": Fused,
+    "compiled": Compiled,
     "momentum": Momentum,
     "closure": Closure,
     "two-optimizers": TwoOptimizers,

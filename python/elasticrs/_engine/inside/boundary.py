@@ -24,7 +24,7 @@ import sys
 from _thread import get_ident, get_native_id
 from time import monotonic_ns, sleep
 
-from elasticrs._engine.inside.keep import layout
+from elasticrs._engine.inside.keep import keep_before_stop, layout
 from elasticrs._engine.inside.keep.layout import Agreed, AgreedState
 
 TYPE_CHECKING = False
@@ -402,6 +402,8 @@ class _Stop:
             # Let the GPU finish its work. A collective that still ran would hang if another rank exited.
             torch.cuda.synchronize()
         signum = words[Agreed.SIGNAL]
+        if signum not in (signal.SIGUSR1, signal.SIGUSR2):
+            keep_before_stop()
         handler = signal.getsignal(signum)
         is_noticed = callable(handler) and _is_main_thread()
         if is_noticed:

@@ -12,3 +12,13 @@ def keep_own() -> None:
     keeper = sys.modules.get("elasticrs._engine.inside.keep.keeper")
     if keeper is not None:
         keeper.keep_own()
+
+
+def keep_before_stop() -> None:
+    """Copy the training state of this process, if it uses ``Keep`` and has said that it cannot copy its state
+    when the agent orders that. Call this between two steps, where a copy is possible, before the process is
+    stopped.
+    """
+    keeper = sys.modules.get("elasticrs._engine.inside.keep.keeper")
+    if keeper is not None:
+        keeper.keep_before_stop()

@@ -139,6 +139,12 @@ def keep_own() -> None:
         _active.keep_own()
 
 
+def keep_before_stop() -> None:
+    """Copy the state of this process, which stands between two steps, if it cannot be copied on an order."""
+    if _active is not None:
+        _active.keep_before_stop()
+
+
 def _close_in_child() -> None:
     """Let a process that is forked from this one keep nothing. The thread that copies is not in it."""
     if _active is not None:
@@ -616,6 +622,16 @@ class Keeper:
         if self._boundary is not None and not self._has_changed:
             self._copier.end_step(self._boundary, is_due=True, is_check=False)
             self._copier.change()
+            self._copier.wait_until_complete(_EXIT_LIMIT)
+
+    @_guarded
+    def keep_before_stop(self) -> None:
+        """Copy the state of the last step, because this process is about to be stopped between two steps. Do
+        so only if the agent cannot order a copy, because the state may change outside of torch's optimizers
+        or is on a GPU. Wait until the copy is complete.
+        """
+        if self._copier.is_blind and self._boundary is not None and not self._has_changed:
+            self._copier.end_step(self._boundary, is_due=True, is_check=False)
             self._copier.wait_until_complete(_EXIT_LIMIT)
 
     def _excepthook(
