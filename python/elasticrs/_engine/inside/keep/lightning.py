@@ -251,6 +251,10 @@ class _Loaders:
         self._loop = trainer.fit_loop
 
     def state_dict(self) -> dict[str, Any]:
+        waiting = self._loop._combined_loader_states_to_load
+        if self._loop.restarting and waiting:
+            # Lightning loads the restored states only when the training begins. The process may end before.
+            return {"loaders": waiting}
         loader = self._loop._combined_loader
         return {"loaders": [] if loader is None else loader._state_dicts()}
 

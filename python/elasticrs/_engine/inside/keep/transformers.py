@@ -156,12 +156,15 @@ class _Training:
     def __enter__(self) -> None:
         for name in _OVERRIDDEN:
             setattr(self.trainer, name, getattr(self, name))
+        self.accelerator = self.trainer.accelerator
+        self.plain_backward, self.accelerator.backward = self.accelerator.backward, self._backward
         self.callback = _Steps(self)
         self.trainer.add_callback(self.callback)
 
     def __exit__(self, error: object, *_: object) -> None:
         for name in _OVERRIDDEN:
             del self.trainer.__dict__[name]
+        del self.accelerator.backward
         self.trainer.remove_callback(self.callback)
         if error is None:  # After an exception, the state can still be copied when the program ends.
             self.fit.close()
@@ -269,6 +272,13 @@ class _Training:
             learning_rate=progress["learning_rate"],
         )
 
+    def _backward(self, loss: Any, **named: Any) -> None:
+        self.losses.coming = loss.detach()
+        try:
+            self.plain_backward(loss, **named)
+        finally:
+            self.losses.coming = None
+
     def _get_grad_norm(self, *args: Any, **named: Any) -> Any:
         self.grad_norm = self.plain["_get_grad_norm"](*args, **named)
         return self.grad_norm
@@ -368,14 +378,26 @@ class _Losses:
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
         self._loaded: dict[str, Any] = {}
+        self.coming: Any = None
+        """Loss of the batch whose backward pass runs now. The Trainer adds this loss to its sum after the
+        pass, but the state that is kept for the step's end is written before the pass.
+        """
 
     def state_dict(self) -> dict[str, Any]:
         trainer = self._trainer
-        if not hasattr(trainer, "_tr_loss"):  # The training has not begun.
-            return {}
-        is_on_cpu = trainer._tr_loss.device.type == "cpu"  # Reading it from a GPU would wait for the GPU.
+        # The restored state waits here until the training begins. The process may end before.
+        if self._loaded or not hasattr(trainer, "_tr_loss"):
+            return self._loaded
+        total, coming = trainer._tr_loss, self.coming
+        is_on_cpu = total.device.type == "cpu"  # Reading it from a GPU would wait for the GPU.
+        if (
+            is_on_cpu
+            and coming is not None
+            and (coming.isfinite() or not trainer.args.logging_nan_inf_filter)
+        ):
+            total = total + coming
         return {
-            "loss": trainer._tr_loss.item() if is_on_cpu else None,
+            "loss": total.item() if is_on_cpu else None,
             "logged_at": trainer._globalstep_last_logged,
             "operations": trainer.current_flos,
         }
@@ -395,3 +417,4 @@ class _Losses:
             trainer._total_loss_scalar = -state["loss"]
             trainer._globalstep_last_logged = state["logged_at"]
             trainer.current_flos = state["operations"]
+        self._loaded = {}
