@@ -179,7 +179,8 @@ def test_a_stopped_agent_does_not_answer_and_is_listed(start, asked, monkeypatch
     wait_state(job.pid, "T")
     code, text = asked("ps")
     assert (code, "does not answer" in text) == (0, True)
-    assert asked("status")[0] == 1
+    code, text = asked("status")
+    assert (code, f"kill -CONT {job.pid}" in text) == (1, True)
     os.kill(job.pid, signal.SIGCONT)
     wait_until(lambda: asked("stop", "--now")[0], (0).__eq__)
 

@@ -2,14 +2,17 @@
 
 import signal
 import socket
+import subprocess
+import sys
 from contextlib import closing
 
 import pytest
+from helpers import procs
 from hypothesis import given
 from hypothesis import strategies as st
 
 from elasticrs import __version__, ctl
-from elasticrs._engine.cli.control_client import find
+from elasticrs._engine.cli.control_client import find, why_silent
 from elasticrs._engine.cli.stacks_text import text
 from elasticrs._engine.cli.watch import Watch, screen
 from elasticrs._engine.supervise.observe.status_text import (
@@ -290,3 +293,26 @@ def test_a_key_explains_the_keys(key):
 
 def test_one_node_continues_and_several_continue():
     assert [_who_continues(nodes) for nodes in (1, 2)] == ["1 node continues", "2 nodes continue"]
+
+
+STARTS = """
+import subprocess
+child = subprocess.Popen(["cat"], env={"RANK": "3"}, start_new_session=True)
+print(child.pid, flush=True)
+child.wait()
+"""
+
+
+def test_a_silent_agent_is_told_with_the_ranks_below_it():
+    """A program stands for the agent, and its child, which leads a session, for a worker."""
+    pipe, command = subprocess.PIPE, [sys.executable, "-S", "-c", STARTS]
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as agent:
+        assert agent.stdout is not None
+        worker = int(agent.stdout.readline())
+        told = why_silent(agent.pid)
+        assert "its loop is stuck" in told
+        assert f"rank 3 (pid {worker})" in told
+        agent.send_signal(signal.SIGSTOP)
+        procs.wait_state(agent.pid, "T")
+        assert f"kill -CONT {agent.pid}" in why_silent(agent.pid)
+        agent.send_signal(signal.SIGCONT)

@@ -11,7 +11,7 @@ import time
 from contextlib import closing, contextmanager
 from typing import TYPE_CHECKING
 
-from elasticrs._engine.cli.control_client import ANSWER_LIMIT, Problem, choose, find, no_jobs
+from elasticrs._engine.cli.control_client import ANSWER_LIMIT, Problem, choose, find, no_jobs, why_silent
 from elasticrs._engine.job.phrases import attempt_text, duration
 from elasticrs._engine.process.console import visible
 from elasticrs._engine.supervise.observe.status_text import TITLES, ranks_table, remarks, row, sentence, table
@@ -114,10 +114,9 @@ def _ps(options: argparse.Namespace) -> int:
 
 
 def _chosen(options: argparse.Namespace) -> tuple[Agent, dict[str, Any]]:
-    agent = choose(find(_tell), options.job)
+    agent = choose(find(_tell, options.job), options.job)
     if agent.status is None:
-        what = f"agent {agent.pid} does not answer: it is stopped or stuck"
-        raise Problem(FAILED, f"{what}; kill -9 {agent.pid} ends the job")
+        raise Problem(FAILED, why_silent(agent.pid))
     return agent, agent.status
 
 

@@ -8,10 +8,11 @@ import json
 import os
 import socket
 import struct
-from contextlib import closing
+from contextlib import closing, suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from elasticrs._engine.process.control_socket import PLACE, PREFIX, SUFFIX, check_folder, folder_of
+from elasticrs._engine.process.other_processes import read_state
 from elasticrs._engine.supervise.run.orders import FAILED, NO_JOB, REFUSED, USAGE
 
 if TYPE_CHECKING:
@@ -120,9 +121,10 @@ def _why(error: Exception) -> str:
     return (error.strerror if isinstance(error, OSError) else None) or str(error) or type(error).__name__
 
 
-def find(tell: Callable[[str], object]) -> list[Agent]:
-    """Return this user's agents on this machine, sorted by pid. If a killed agent has left its socket, remove
-    it, and ``tell`` the user. Raises :class:`Problem` if another user owns the folder of the sockets.
+def find(tell: Callable[[str], object], wanted: str | None = None) -> list[Agent]:
+    """Return this user's agents on this machine, sorted by pid; only one of them if its pid is ``wanted``. If
+    a killed agent has left its socket, remove it, and ``tell`` the user. Raises :class:`Problem` if another
+    user owns the folder of the sockets.
     """
     folder = folder_of(os.environ)
     try:
@@ -133,6 +135,9 @@ def find(tell: Callable[[str], object]) -> list[Agent]:
         return []
     except OSError as error:
         raise Problem(REFUSED, f"{folder}: {error.strerror}") from None
+    if f"{wanted}{SUFFIX}" in names:
+        # Do not wait for other agents, which may be stuck.
+        names = [f"{wanted}{SUFFIX}"]
     killed: list[str] = []
     found = [_agent(os.path.join(folder, name), killed) for name in names]
     if len(killed) == 1:
@@ -189,3 +194,36 @@ def no_jobs() -> str:
         return mine
     whose = f"user{'s' if len(uids) > 1 else ''} {', '.join(map(str, uids[:10]))}"
     return f"{mine}; there may be jobs of {whose}, which only they and root can reach"
+
+
+def why_silent(pid: int) -> str:
+    """Say why an agent does not answer, as far as ``/proc`` shows it, and which ranks run below it."""
+    if read_state(pid) in ("T", "t"):
+        return f"agent {pid} is stopped by a signal: kill -CONT {pid} continues it"
+    ranks = sorted(found for below in _below(pid) if (found := _rank_of(below, pid)) is not None)
+    run = (
+        f"; below it run {', '.join(f'rank {rank} (pid {own})' for rank, own in ranks[:16])}" if ranks else ""
+    )
+    what = f"py-spy dump --pid {pid} shows where, and kill -9 {pid} ends the job"
+    return f"agent {pid} does not answer, because its loop is stuck: {what}{run}"
+
+
+def _below(pid: int) -> list[int]:
+    """Return the processes that a process has started, and those that these have started."""
+    found = [pid]
+    for each in found:
+        with suppress(OSError):
+            for task in os.listdir(f"/proc/{each}/task"):
+                with open(f"/proc/{each}/task/{task}/children", encoding="ascii") as children:
+                    found += map(int, children.read().split())
+    return found[1:]
+
+
+def _rank_of(pid: int, agent: int) -> tuple[int, int] | None:
+    """Return the rank and pid of a worker, which leads its session; ``None`` for another process."""
+    try:
+        with open(f"/proc/{pid}/environ", "rb") as file:
+            environ = dict(entry.split(b"=", 1) for entry in file.read().split(b"\0") if b"=" in entry)
+        return (int(environ[b"RANK"]), pid) if os.getsid(pid) == pid != agent else None
+    except (OSError, LookupError, ValueError):
+        return None
