@@ -142,9 +142,17 @@ def add_index_entries(_app: Sphinx, page: str, source: list[str]) -> None:
     )
 
 
+def mark_flags(_app: Sphinx, document: nodes.document, _page: str) -> None:
+    """Mark the options in the text, so that no line breaks at their hyphens."""
+    for literal in document.findall(nodes.literal):
+        if literal.astext().startswith("-"):
+            literal["classes"].append("flag")
+
+
 def label_cells(_app: Sphinx, document: nodes.document, _page: str) -> None:
     """Put the title of its column into each cell of a table with three or more columns. The title is visible
-    on a phone, where each row becomes a card.
+    on a phone, where each row becomes a card. Elsewhere, the columns of a table with four or more columns of
+    words are equally wide, because it would otherwise be wider than the page.
     """
     for table in document.findall(nodes.table):
         titles = [
@@ -152,7 +160,8 @@ def label_cells(_app: Sphinx, document: nodes.document, _page: str) -> None:
         ]
         if len(titles) < 3:
             continue
-        table["classes"].append("cards")
+        has_figures = any("text-right" in entry["classes"] for entry in table.findall(nodes.entry))
+        table["classes"] += ["cards"] if has_figures or len(titles) == 3 else ["cards", "words"]
         for row in (row for body in table.findall(nodes.tbody) for row in body.findall(nodes.row)):
             for title, entry in zip(titles, row.findall(nodes.entry), strict=True):
                 if title and entry.children:
@@ -188,6 +197,7 @@ def setup(app: Sphinx) -> None:
     app.connect("source-read", show_pictures)
     app.connect("source-read", add_index_entries)
     app.connect("doctree-resolved", label_cells)
+    app.connect("doctree-resolved", mark_flags)
     app.connect("source-read", leave_changelog_out)
     app.connect("source-read", remove_links_to_folders)
     app.connect("build-finished", add_index)
