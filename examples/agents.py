@@ -3,6 +3,7 @@
 import os
 import re
 import select
+import socket
 import subprocess
 import sys
 import time
@@ -49,6 +50,14 @@ class Job:
         os.set_blocking(agent.stdout.fileno(), False)
         self._rest[len(self.agents)] = b""
         self.agents.append(agent)
+
+    def wait_for_port(self, port: int) -> None:
+        """Wait until the first agent, in whose store the others meet, listens on a port, or has ended."""
+        while self.agents[0].poll() is None and time.monotonic() < self._ends:
+            with socket.socket() as probe:
+                if probe.connect_ex(("localhost", port)) == 0:
+                    return
+            self.read_some(0.05)
 
     def read(self, until: str | None = None, count: int = 1) -> list[re.Match[str]]:
         """Read what the agents print, until all of them have ended, or the pattern ``until`` has been found

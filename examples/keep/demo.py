@@ -17,7 +17,6 @@ import signal
 import socket
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -140,8 +139,7 @@ def run_on_nodes(title: str, launcher: Sequence[str], checkpoint: Path) -> str:
     print(f"\n{title}, {NODES} nodes:\n$ {' '.join(job.command)}", flush=True)
     for node in range(NODES):
         job.start("--rdzv-conf", f"is_host={int(node == 0)},last_call_timeout=3", node=node)
-        while socket.socket().connect_ex(("localhost", port)):
-            time.sleep(0.05)
+        job.wait_for_port(port)
     job.read()
     return job.output if job.close() else ""
 

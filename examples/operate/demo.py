@@ -13,7 +13,6 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
@@ -47,12 +46,11 @@ class Demo:
         program = [str(Path(__file__).with_name("train.py")), "--checkpoint", str(self._folder / checkpoint)]
         command = [sys.executable, "-m", "elasticrs.launch", *options, *program, *arguments]
         print(f"\n$ {' '.join(['elasticrun', *command[3:]])}    # on each of {NODES} nodes", flush=True)
-        job = Job(command, self._variables, limit=100.0)
+        job = Job(command, self._variables, limit=150.0)
         for node in range(NODES):
             page = ["--health-check-port", "0"] if node == 0 else []
             job.start("--rdzv-conf", f"is_host={int(node == 0)},last_call_timeout=2", *page, node=node)
-            while socket.socket().connect_ex(("localhost", port)):
-                time.sleep(0.05)
+            job.wait_for_port(port)
         job.read(rf"of {NODES} continues at step", NODES)
         return job
 
