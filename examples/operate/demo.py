@@ -105,6 +105,8 @@ class Demo:
             with closing(Browser(program)) as browser:
                 browser.open(f"http://{found[1]}/")
                 text = browser.wait_for(words)
+                for rank in range(NODES):  # The other nodes tell their ranks some moments later.
+                    browser.wait_for(f"\n{rank}\t")
                 sentence = next(line for line in text.splitlines() if words in line)
                 how = f"in {Path(program).name}"
                 if self._pictures is not None:

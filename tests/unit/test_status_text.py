@@ -206,6 +206,9 @@ def test_the_page_says_what_the_terminal_says(ranks):
     assert shown["rows"][0][0] == "F"
     assert len(shown["failures"]) == 2
     assert all("--job 7" in command for command, _ in shown["commands"])
+    assert any("drain" in command for command, _ in shown["commands"])
+    alone = page(stopped | {"group": {"world_size": 1, "workers": ranks}})
+    assert not any("drain" in command for command, _ in alone["commands"])
     if ranks == 1:
         assert shown["grid"] == []
     else:

@@ -333,11 +333,13 @@ def _grid(
 def _commands(status: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Return the commands with which a user can act on the job, and what they do."""
     job = f"--job {status['agent']['pid']}"
+    has_nodes = (status["group"] or {}).get("world_size", 1) > 1
     found = [
         ("stacks", "where each rank is, and who waits for whom"),
         ("logs -f", "what the ranks print"),
         ("checkpoint", "all ranks save after the same step, and go on"),
         ("restart", "restart all workers; this costs no restart"),
+        *([("drain NODE", "a node leaves, and the others go on")] if has_nodes else []),
         ("stop", "all ranks save after the same step, and end"),
     ]
     return [(f"elasticctl {command} {job}", what) for command, what in found]
