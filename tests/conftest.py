@@ -7,6 +7,7 @@ for those marked ``beyond_torchrun``: so that a test of compatibility is known t
 """
 
 import functools
+import gc
 import importlib.util
 import itertools
 import json
@@ -112,6 +113,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         ordered += others[:room]
         others = others[room:]
     items[:] = ordered
+
+
+def pytest_collection_finish() -> None:
+    """Exclude the thousands of collected tests from garbage collection, because they stay until the end."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
