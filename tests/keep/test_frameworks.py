@@ -151,13 +151,10 @@ STRANGERS = {
 def test_a_script_goes_on_wherever_a_rank_dies(calm, train, stranger, moment):
     program, settings = stranger.partition(" ")[0], STRANGERS[stranger]
     _, hurt = ends_as_without(calm, train, program, MOMENTS[moment], **settings)
-    lost = hurt.lost()
-    print(stranger, moment, "lost", lost)
     assert {record[0] for record in hurt.records[0]} == set(range(len(MOMENTS[moment]) + 1))
-    if "sharded" not in settings:
-        assert max(lost) == 0
-    else:
-        assert max(lost) <= settings["every"] + 1
+    most = settings["every"] + 1 if "sharded" in settings else 0
+    # DCP writes its first parts before the first step.
+    assert max(hurt.lost(), default=0) <= most
 
 
 @pytest.mark.parametrize("program", ["with_lightning", "with_transformers"])
