@@ -674,7 +674,7 @@ def test_a_copy_that_does_not_fit_into_the_memory_is_refused_with_numbers(ranks)
     assert made.announced()[1] == step
     assert made.taken(0) == made.taken(1) == {}
     assert len(made.said) == 2
-    assert "it needs 5 MiB, and --keep-memory leaves 3 for it" in made.said[0]
+    assert "it needs 5 MiB, and --keep-memory leaves 3 MiB for it" in made.said[0]
 
 
 @given(

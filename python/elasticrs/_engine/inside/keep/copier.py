@@ -19,7 +19,7 @@ import torch
 from elasticrs._engine.inside.handover import without_signals
 from elasticrs._engine.inside.keep import layout, trees
 from elasticrs._engine.inside.keep.choice import NEAR
-from elasticrs._engine.inside.keep.file import OffError, round_up
+from elasticrs._engine.inside.keep.file import OffError, round_up, sizes_as_text
 from elasticrs._engine.inside.keep.layout import Agreed, AgreedState, Answer, Head, Slot, Why
 
 TYPE_CHECKING = False
@@ -499,10 +499,8 @@ class Copier:
         slot = self._file.slots[number]
         data_at = round_up(layout.HEAD_SIZE + len(index) + len(index) // 4 + _INDEX_ROOM, layout.PAGE)
         if layout.SLOTS * (data_at + parts.size) > self._budget:
-            need = layout.SLOTS * (data_at + parts.size)
-            unit, size = ("MiB", 1 << 20) if min(need, self._budget) >> 20 else ("bytes", 1)
-            allowed = f"--keep-memory allows this rank {self._budget // size} {unit}"
-            raise OffError(f"two copies need {-(-need // size)} {unit}, and {allowed}")
+            need, allowed = sizes_as_text(layout.SLOTS * (data_at + parts.size), self._budget)
+            raise OffError(f"two copies need {need}, and --keep-memory allows this rank {allowed}")
         self._targets.pop(number, None)
         slot.reserve(data_at + parts.size)
         target = self._targets[number] = _Target(slot, parts, data_at)

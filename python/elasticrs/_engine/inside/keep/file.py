@@ -394,3 +394,11 @@ def _words(region: mmap) -> memoryview:
 def round_up(number: int, to: int) -> int:
     """Return the next multiple of ``to``."""
     return -(-number // to) * to
+
+
+def sizes_as_text(need: int, allowed: int) -> tuple[str, str]:
+    """Return two numbers of bytes as text for the user: those that are needed, rounded up, and those that are
+    allowed, rounded down. Both are in MiB if neither is smaller than one MiB.
+    """
+    unit, size = ("MiB", 1 << 20) if min(need, allowed) >> 20 else ("bytes", 1)
+    return f"{-(-need // size)} {unit}", f"{max(0, allowed) // size} {unit}"

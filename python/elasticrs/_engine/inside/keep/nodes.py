@@ -21,8 +21,8 @@ from functools import partial
 
 from elasticrs._engine.inside.handover import Handover, Offer, Pace, in_chunks, take
 from elasticrs._engine.inside.keep import layout
-from elasticrs._engine.inside.keep.choice import Holding, choose, why_other
-from elasticrs._engine.inside.keep.file import KeepFile, OffError, round_up
+from elasticrs._engine.inside.keep.choice import Choice, Holding, choose, why_other
+from elasticrs._engine.inside.keep.file import KeepFile, OffError, round_up, sizes_as_text
 from elasticrs._engine.inside.keep.layout import Head, Slot
 
 TYPE_CHECKING = False
@@ -125,7 +125,7 @@ def tell_off(reason: str) -> None:
         return  # Ignore the error: the other nodes will report that they have waited for this node.
 
 
-FACTS = ("step", "exact", "behind", "why", "kept_by", "ranks", "at_death", "lost")
+FACTS = tuple(Choice().facts())
 """Fields of the plan whose values are the same for all ranks."""
 
 
@@ -226,15 +226,8 @@ def chosen(found: Sequence[Mapping[str, Any]], world: int) -> dict[str, Any]:
         chosen, ``where`` has the place of each copy (node, local rank, slot, and sequence number), by the
         rank that made the copy.
     """
-    nothing: dict[str, Any] = {"step": None, "exact": True, "behind": [], "kept_by": [], "ranks": 0}
-    nothing |= {
-        "from_partners": {},
-        "at_death": 0,
-        "lost": 0,
-        "replicated": False,
-        "has_peers": False,
-        "nodes": [],
-    }
+    nothing: dict[str, Any] = {**Choice().facts(), "from_partners": {}, "replicated": False}
+    nothing |= {"has_peers": False, "nodes": []}
     for group_rank, each in enumerate(found):
         if "off" in each:
             return {**nothing, "why": f"Keep is off on node {group_rank}: {each['off']}"}
@@ -288,14 +281,10 @@ def chosen(found: Sequence[Mapping[str, Any]], world: int) -> dict[str, Any]:
             from_partners.setdefault(str(places[rank][0]), []).append(rank)
     return {
         **nothing,
-        "step": choice.step,
+        **choice.facts(),
         "exact": world == ranks and all(own.get(rank) == rank for rank in range(world)),
         "behind": [rank for rank in range(world) if rank not in own],
-        "why": choice.why,
-        "kept_by": list(choice.kept_by),
         "ranks": ranks,
-        "at_death": choice.why_copied,
-        "lost": choice.lost,
         "replicated": choice.is_replicated,
         "where": where,
         "sources": {str(rank): holder for rank, (holder, _) in choice.sources.items()},
@@ -512,9 +501,8 @@ def take_copy(
     if data_at < layout.HEAD_SIZE + index_length:
         raise ConnectionError("its head is damaged")
     if data_at + length > memory:
-        unit, size = ("MiB", 1 << 20) if min(data_at + length, memory) >> 20 else ("bytes", 1)
-        need = -(-(data_at + length) // size)
-        raise OffError(f"it needs {need} {unit}, and --keep-memory leaves {max(0, memory) // size} for it")
+        need, allowed = sizes_as_text(data_at + length, memory)
+        raise OffError(f"it needs {need}, and --keep-memory leaves {allowed} for it")
     index = bytearray(index_length)
     get(offer, f"index {copy}", memoryview(index))
     free = [each for each in range(layout.SLOTS) if each not in kept]
