@@ -114,6 +114,11 @@ def test_a_choice_says_why_steps_are_lost(found, world, barred_from, was_replica
         assert bool(chosen.why) == is_used
 
 
+def test_nothing_is_known_about_ranks_that_have_kept_nothing():
+    assert not choose({}, 2).is_replicated
+    assert choose({}, 2, was_replicated=True).is_replicated
+
+
 def test_survivors_of_a_replicated_job_hand_their_copy_on():
     found = {
         0: replicated([10, 12], ended=12),

@@ -356,7 +356,7 @@ def is_replicated(holdings: Mapping[int, Holding], was_replicated: bool) -> bool
     checks = [each.check for each in joined if each.check is not None]
     if any(each.mode == Mode.SHARDED for each in joined):
         return False
-    if len(joined) == len(holdings) and all(each.mode == Mode.REPLICATED for each in joined):
+    if joined and len(joined) == len(holdings) and all(each.mode == Mode.REPLICATED for each in joined):
         return True
     if len(set(checks)) > len({step for step, _ in checks}):
         return False  # The checksums of copies of the same step differ.
