@@ -178,6 +178,9 @@ class Peers:
     def _announce(self, number: int, *, is_whole: bool) -> bool:
         """Agree with the other ranks on the next step to copy. Return false if none is to be copied."""
         if self._rank == 0:
+            for _ in self._looks():
+                if self._schedule.knows_pace():
+                    break
             if not is_whole and number != self._agreement.plan["step"]:
                 self._notice = min(_LONGEST_NOTICE, 2 * self._notice)  # A rank learned of the step too late.
             self._store.set("next", [number, self._schedule.upcoming(self._notice)])

@@ -286,6 +286,10 @@ class Schedule:
         self._announced = step + is_even * self._stride
         return self._announced
 
+    def knows_pace(self) -> bool:
+        """Return true if enough steps have ended to know how long a step takes."""
+        return self._count > _CHECKED
+
     def _step_ns(self) -> int:
         return max(1, (monotonic_ns() - self._began_ns) // max(1, self._count - 1))
 
