@@ -216,6 +216,20 @@ def test_the_page_says_what_the_terminal_says(ranks):
         assert shown["grid"][0][2] in letters(stopped)[1]
 
 
+@pytest.mark.parametrize(
+    ("own", "other", "expected"),
+    [
+        (87, 69, []),
+        (69, 87, ["rank 0: 18 steps behind the others"]),
+    ],
+)
+def test_a_rank_is_behind_only_if_others_had_more_steps_at_an_earlier_time(own, other, expected):
+    # The steps of other nodes are some moments old, and their ranks have made more steps since then.
+    told = {"node": "gpu2", "group_rank": 1, "state": "HEALTHY", "age_seconds": 0.8}
+    others = [{**told, "workers": [worker(1, step=other)]}]
+    assert remarks(status([worker(0, step=own)], host="gpu1", others=others)) == expected
+
+
 def test_the_page_of_a_process_without_a_job_says_so():
     assert "no" in page({"agent": {"pid": 7}})["sentence"]
 

@@ -65,15 +65,17 @@ def row(pid: int, status: Mapping[str, Any] | None) -> tuple[str, ...]:
 
 def all_workers(status: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return the workers in a status, each with the name of its ``node``, sorted by rank. Workers of other
-    nodes are there if the agents of these nodes have been asked.
+    nodes are there if the agents of these nodes have been asked. ``told_seconds`` is the age of their data.
     """
-    found = [{**worker, "node": status["host"]} for worker in status["workers"]]
+    found = [{**worker, "node": status["host"], "told_seconds": 0.0} for worker in status["workers"]]
     for told in status.get("others") or ():
         for worker in told["workers"]:
             progress = worker.get("progress")
             if progress and progress.get("age_seconds") is not None:
                 progress = {**progress, "age_seconds": progress["age_seconds"] + told["age_seconds"]}
-            found.append({**worker, "progress": progress, "node": told["node"]})
+            found.append(
+                {**worker, "progress": progress, "node": told["node"], "told_seconds": told["age_seconds"]}
+            )
     return sorted(found, key=lambda worker: (worker["rank"] is None, worker["rank"] or 0))
 
 
@@ -187,11 +189,7 @@ def _looks(status: Mapping[str, Any], workers: Sequence[Mapping[str, Any]]) -> l
     """Return for each rank the letter of its state, and what a user should know. That text is empty for a
     rank that runs and is not more than one step behind the others.
     """
-    most: dict[bool, int] = {}
-    for told in map(_progress, workers):
-        if told.get("step") is not None:
-            counts = _counts_attempt(told)
-            most[counts] = max(most.get(counts, 0), told["step"])
+    most = _most_steps(workers)
     found, normal = [], "n" if status["no_progress"] else "."
     for worker in workers:
         state, told, look = worker["state"], _progress(worker), (normal, "")
@@ -201,10 +199,27 @@ def _looks(status: Mapping[str, Any], workers: Sequence[Mapping[str, Any]]) -> l
         elif state == "PAUSED":
             where = f" on {printable(str(worker['node']))}" if _shows_nodes(status) else ""
             look = "p", f"stopped by a signal; kill -CONT {worker['pid']}{where} continues it"
-        elif step is not None and step < most[_counts_attempt(told)] - 1:
-            look = "b", f"{most[_counts_attempt(told)] - step:,} steps behind the others"
+        elif step is not None and step < (others := most[_counts_attempt(told), worker["told_seconds"]]) - 1:
+            look = "b", f"{others - step:,} steps behind the others"
         found.append(look)
     return found
+
+
+def _most_steps(workers: Sequence[Mapping[str, Any]]) -> dict[tuple[bool, float], int]:
+    """Return the most steps that a rank had made when a node told its steps or before, so that ranks whose
+    steps are known later are not taken for faster. The keys are how steps are counted, and how long ago the
+    node told them.
+    """
+    told: dict[tuple[bool, float], int] = {}
+    for worker in workers:
+        progress = _progress(worker)
+        if progress.get("step") is not None:
+            key = _counts_attempt(progress), worker["told_seconds"]
+            told[key] = max(told.get(key, 0), progress["step"])
+    return {
+        (counts, age): max(step for (like, older), step in told.items() if like == counts and older >= age)
+        for counts, age in told
+    }
 
 
 def _odd_ranks(status: Mapping[str, Any]) -> list[tuple[str, str]]:
