@@ -571,7 +571,7 @@ OFF = {
         ["net.register_buffer('s', torch.eye(300).to_sparse())", "train(1)", "train(2)"],
         {},
     ),
-    "qint8": (
+    "net.few is a tensor (torch.qint8": (
         [
             "import warnings; warnings.simplefilter('ignore')",
             "few = torch.quantize_per_tensor(torch.rand(3), 0.1, 3, torch.qint8)",
