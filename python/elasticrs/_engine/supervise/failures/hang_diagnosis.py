@@ -14,7 +14,6 @@ import stat
 import time
 from binascii import a2b_base64, b2a_base64
 from itertools import islice
-from typing import NamedTuple
 
 from elasticrs._engine.failures.failure import (
     OWN_THREAD,
@@ -306,13 +305,21 @@ def _facts(attempt: Attempt, stopped_ns: int | None = None, *, has_stacks: bool 
     facts = []
     for local_rank, rank in attempt.global_ranks().items():
         exited = attempt.exits.get(local_rank)
-        has_exited = exited is not None and (stopped_ns is None or exited.seen_ns < stopped_ns)
         error_file = attempt.paths.error_files.get(local_rank, "")
-        is_late = time.monotonic() >= deadline
-        found = _evidence(rank, error_file, has_exited=has_exited, is_late=is_late)
+        found = RankEvidence(rank, os.uname().nodename, NoRecord.LATE)
+        if exited is not None and (stopped_ns is None or exited.seen_ns < stopped_ns):
+            found = found._replace(records=NoRecord.EXITED)
+        elif not error_file:
+            found = found._replace(records=NoRecord.NO_TORCH)
+        elif time.monotonic() < deadline:
+            path = flight_record_file(error_file)
+            found = _with_record(found, path, error_file)
+            found = found._replace(has_raised=(_age(error_file, path) or 0) > 0)
+            if has_stacks and (stacks := _content(hang_file(error_file), MAX_TEXT)) is not None:
+                found = found._replace(stacks=stacks[:MAX_TEXT].decode("utf-8", "replace"))
         if found.records is NoRecord.LATE:
             found = found._replace(records=_why_late(attempt, local_rank))
-        facts.append(observe(found if has_stacks else found._replace(stacks=None)))
+        facts.append(observe(found))
     return facts
 
 
@@ -336,18 +343,15 @@ def _facts_of_failure(attempt: Attempt) -> list[RankFacts]:
             found = found._replace(records=_why_late(attempt, local_rank))
         path = next(iter(attempt.flight_records(local_rank, oldest)), None)
         if path is not None and time.monotonic() < deadline:
-            is_dump = path.startswith(flight_dumps(error_file))
-            written = (
-                _Written((_content(path, MAX_BYTES) or b"",)) if is_dump else _document(path, error_file)
-            )
+            if path.startswith(flight_dumps(error_file)):
+                found = found._replace(records=(_content(path, MAX_BYTES) or b"",), frames=())
+            else:
+                found = _with_record(found, path, error_file)
             age_ns = _age(error_file, path)
             has_raised = age_ns is not None and age_ns >= -_RAISING_NS
-            has_raised |= local_rank in attempt.raised or any(map(_is_of_hook, written.frames))
+            has_raised |= local_rank in attempt.raised or any(map(_is_of_hook, found.frames))
             # Ignore a stack written after an exception: it shows how the program exits, not the collective.
-            frames = () if has_raised else written.frames
-            found = found._replace(
-                records=written.records, groups=written.groups, has_raised=has_raised, frames=frames
-            )
+            found = found._replace(has_raised=has_raised, frames=() if has_raised else found.frames)
         facts.append(observe(found))
     return facts
 
@@ -367,24 +371,6 @@ def _why_late(attempt: Attempt, local_rank: int) -> NoRecord:
     return NoRecord.RETURNED if has_returned else NoRecord.LATE
 
 
-def _evidence(rank: int, error_file: str, *, has_exited: bool, is_late: bool) -> RankEvidence:
-    node = os.uname().nodename
-    if not error_file or has_exited or is_late:
-        reason = NoRecord.EXITED if has_exited else NoRecord.LATE if is_late else NoRecord.NO_TORCH
-        return RankEvidence(rank, node, reason)
-    stacks = _content(hang_file(error_file), MAX_TEXT)
-    written = _document(flight_record_file(error_file), error_file)
-    return RankEvidence(
-        rank,
-        node,
-        written.records,
-        None if stacks is None else stacks[:MAX_TEXT].decode("utf-8", "replace"),
-        written.groups,
-        (_age(error_file, flight_record_file(error_file)) or 0) > 0,
-        written.frames,
-    )
-
-
 def _age(path: str, other: str) -> int | None:
     """Return how much older ``path`` is than ``other``, in nanoseconds; ``None`` if either is missing."""
     try:
@@ -393,37 +379,33 @@ def _age(path: str, other: str) -> int | None:
         return None  # Either the worker raised no exception, or it did not write a record.
 
 
-class _Written(NamedTuple):
-    records: tuple[bytes, ...] | NoRecord
-    groups: Mapping[str, list[int]] = {}
-    frames: tuple[Frame, ...] = ()
-
-
-def _document(path: str, error_file: str) -> _Written:
+def _with_record(found: RankEvidence, path: str, error_file: str) -> RankEvidence:
+    """Add what the worker has written to the file ``path``: its flight records, groups and stack."""
     document = _content(path, MAX_BYTES)
     if document is None:
         has_thread = os.path.lexists(flight_requests_file(error_file))
-        return _Written(NoRecord.LATE if has_thread else NoRecord.NO_TORCH)
+        return found._replace(records=NoRecord.LATE if has_thread else NoRecord.NO_TORCH, frames=())
     first, *records = document.split(b"\n", _MAX_RECORDS)
+    damaged = found._replace(records=NoRecord.DAMAGED, frames=())
     try:
         header = json.loads(first) if len(document) <= MAX_BYTES else None
     except (ValueError, RecursionError):
-        header = None
+        return damaged
     if type(header) is not dict:
-        return _Written(NoRecord.DAMAGED)
+        return damaged
     stack = header.get("stack", [])
     if type(stack) is not list or not all(map(_is_frame, stack)):
-        return _Written(NoRecord.DAMAGED)
-    frames = tuple(Frame(*frame) for frame in stack[:_MAX_FRAMES])
+        return damaged
+    found = found._replace(frames=tuple(Frame(*frame) for frame in stack[:_MAX_FRAMES]))
     if "no_record" in header:
         known = {reason.value: reason for reason in (NoRecord.NO_TORCH, NoRecord.OFF)}
         reason = header["no_record"]
         is_known = type(reason) is str and reason in known
-        return _Written(known[reason] if is_known else NoRecord.DAMAGED, frames=frames)
+        return found._replace(records=known[reason] if is_known else NoRecord.DAMAGED)
     groups = header.get("groups")
     if type(groups) is not dict or not all(map(_is_group, groups.items())):
-        return _Written(NoRecord.DAMAGED)
-    return _Written(tuple(records), groups, frames)
+        return damaged
+    return found._replace(records=tuple(records), groups=groups)
 
 
 def _is_frame(frame: object) -> bool:
