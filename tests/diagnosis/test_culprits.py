@@ -1,5 +1,7 @@
 """Diagnosis of culprits from hand-written evidence: NCCL, missing records, and facts that prove nothing."""
 
+import json
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -7,9 +9,10 @@ from hypothesis import strategies as st
 from diagnosis.model import dump, entry
 from diagnosis.test_stacks import LOADER, REDUCE, STEP, written
 from elasticrs._engine.hangs.culprits import Confidence, Reason
-from elasticrs._engine.hangs.diagnose import RankEvidence, diagnose
+from elasticrs._engine.hangs.diagnose import RankEvidence, diagnose, observe
 from elasticrs._engine.hangs.flight_record import NoRecord
 from elasticrs._engine.hangs.stacks import Frame
+from elasticrs._engine.supervise.failures.hang_diagnosis import RunningRanks, told_stacks
 
 CERTAIN, LIKELY, POSSIBLE = Confidence.CERTAIN, Confidence.LIKELY, Confidence.POSSIBLE
 
@@ -191,6 +194,23 @@ def test_an_outdated_record_is_not_used():
     evidence = [rank(0, later), rank(1, later), rank(2, calls("all_reduce"))]
     assert blamed(evidence) == [((2,), Reason.NO_RECORD, POSSIBLE)]
     assert diagnose(evidence).no_record == {2: NoRecord.OUTDATED}
+
+
+def test_stacks_of_several_nodes_name_who_waits_unless_the_ranks_go_on():
+    later = calls("all_reduce", "all_reduce", "all_reduce")
+    before = calls("all_reduce", "all_reduce", waits=False)
+
+    def told(last):
+        nodes = [[rank(0, later), rank(1, later)], [rank(2, last, node="node1")]]
+        sent = [RunningRanks(list(map(observe, ranks)), [], len(ranks)).encoded(2, 3) for ranks in nodes]
+        return told_stacks([RunningRanks.decoded(json.loads(json.dumps(each))) for each in sent], 3)
+
+    assert told(before)["message"].startswith("2 of 3 ranks wait in all_reduce #3 ")
+    assert (told(before)["ranks"], told(before)["world_size"]) == (3, 3)
+    assert told(calls("all_reduce"))["message"] is None
+    damaged = [{}, {"evidence": 7, "count": 1, "silent": []}, {"evidence": "!", "count": "x", "silent": [3]}]
+    for fields in damaged:
+        assert RunningRanks.decoded(fields).count == 0
 
 
 def test_a_completed_broadcast_does_not_prove_that_all_ranks_entered_it():
