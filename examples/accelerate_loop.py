@@ -8,6 +8,7 @@ Try: pkill -USR1 -of accelerate_loop.py saves a checkpoint of the current step; 
 import task
 import torch
 from accelerate import Accelerator
+from accelerate.utils import DataLoaderConfiguration
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
 
@@ -16,8 +17,10 @@ from elasticrs import checkpoint_requested
 
 def main() -> None:
     arguments = task.parse_arguments()
-    # Without the argument, the ranks on a machine without a GPU would train without each other.
-    accelerator = Accelerator(cpu=not torch.cuda.is_available())
+    # The order of the points depends on the epoch only, so a training that resumes in an epoch sees the same.
+    order = DataLoaderConfiguration(use_seedable_sampler=True)
+    # Without `cpu`, the ranks on a machine without a GPU would train without each other.
+    accelerator = Accelerator(cpu=not torch.cuda.is_available(), dataloader_config=order)
     model = task.make_model()
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
     loader = DataLoader(

@@ -1,4 +1,4 @@
-"""Lightning's own handler of Slurm's signal saves the same step on all ranks, and never hangs."""
+"""Trainings with Lightning, Accelerate and transformers save the same step on all ranks, and never hang."""
 
 import os
 import random
@@ -48,3 +48,37 @@ def test_lightning_saves_the_same_step_on_all_ranks_again_and_again(launch, tmp_
     assert sum(saved.values()) == REQUESTS * nodes * ranks
     assert set(saved.values()) == {nodes * ranks}
     assert all(len(set(each.split())) == 1 for each in saved)
+
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+@pytest.mark.parametrize("example", ["accelerate_loop", "huggingface_trainer"])
+def test_an_example_that_was_stopped_and_resumed_ends_as_without_the_stops(launch, tmp_path, example):
+    environment = {
+        **ENVIRONMENT,
+        "HF_HUB_OFFLINE": "1",
+        "HF_HOME": str(tmp_path),
+    }
+
+    def start(folder):
+        options = ("--standalone", "--nproc-per-node=2", "--shutdown-timeout=12")
+        return launch(
+            *options, EXAMPLES / f"{example}.py", "--checkpoints", folder, "--epochs=12", env=environment
+        )
+
+    moments = random.Random(13)
+    for _ in range(max(1, REQUESTS // 10)):
+        job = start(tmp_path / "stopped")
+        job.wait_for_line("loss")
+        job.read_for(moments.uniform(0, 0.3))
+        job.signal(signal.SIGUSR1)
+        job.signal(signal.SIGTERM)
+        job.exits(1)
+        assert "killed" not in job.stderr
+    ends = []
+    for folder in ("stopped", "calm"):
+        job = start(tmp_path / folder)
+        job.exits(0, timeout=120)
+        ends.append(job.wait_for_line("done: .*")[0])
+    assert ends[0] == ends[1]
