@@ -57,19 +57,25 @@ STACKS_LIMIT = 1.0
 """Seconds within which a running worker has to tell its Python stack. One that does not runs C code."""
 
 CALL_LIMIT = 3.0
-"""Maximum seconds to wait for the answers of the agents of other nodes, if they can answer at once."""
+"""Maximum seconds to wait for the other nodes' agents to answer a request that they can answer at once."""
 
 OTHERS_PERIOD = 2.0
-"""Minimum seconds between two questions to the other nodes about the states of their ranks."""
+"""Minimum seconds between two requests to the other nodes' agents for the states of their ranks."""
 
 MOST_ASKED = 1000
-"""Maximum number of other nodes that are asked for the states of their ranks."""
+"""Maximum number of other nodes whose agents are asked for the states of their ranks. In a larger job, this
+agent asks none of them.
+"""
 
 DRAIN_LIMIT = LONGEST_HOLD + CALL_LIMIT
-"""Maximum seconds until a node that is drained has sent the signal to its workers, and answers."""
+"""Maximum seconds to wait for the agent of a node that a user drains (removes from the job). This agent may
+hold the signal to its workers back until they are at the same training step, and answers after that.
+"""
 
 _QUESTIONS = frozenset(("stacks", "others", "ranks", "who", "can checkpoint"))
-"""Orders that change nothing, so that the console does not tell of them."""
+"""Orders that only ask an agent for something and change nothing, so the agent's console does not mention
+them.
+"""
 
 _WAYS = (
     "a handler for SIGUSR1 in the script, Lightning's SLURMEnvironment(requeue_signal=SIGUSR1), or"
@@ -78,8 +84,8 @@ _WAYS = (
 
 
 class Refused(Exception):  # noqa: N818 -- it is an answer
-    """Raised if an order cannot be carried out now. The text tells the user why, and what to do. ``code`` is
-    the exit code of ``elasticctl``.
+    """Raised if the agent cannot carry out an order of ``elasticctl`` now. The text tells the user why, and
+    what to do. ``code`` is the exit code of ``elasticctl``.
     """
 
     def __init__(self, text: str, code: int = REFUSED) -> None:
@@ -88,8 +94,9 @@ class Refused(Exception):  # noqa: N818 -- it is an answer
 
 
 class Orders:
-    """Carries out orders of ``elasticctl`` to this agent, and this node's part of orders to the agents of
-    other nodes (:mod:`.calls`). ``say`` prints a line on the agent's console.
+    """Carries out the orders that ``elasticctl`` sends to this agent. If it sends an order to the agent of
+    another node, that agent asks this one to carry out this node's part of the order (:mod:`.calls`).
+    ``say`` prints a line on this agent's console.
     """
 
     def __init__(
@@ -137,7 +144,7 @@ class Orders:
             self._carry_out(self._actions, what, own, answer)
 
     def take_call(self, order: dict[str, Any], answer: Answer) -> None:
-        """Carry out this node's part of an order of ``elasticctl`` to the agent of another node."""
+        """Carry out this node's part of an order that ``elasticctl`` has sent to another node's agent."""
         self._carry_out(self._parts, order.get("do"), order, answer)
 
     def _carry_out(
@@ -158,7 +165,9 @@ class Orders:
         self._try(partial(action, order, answer), answer)
 
     def _try(self, act: Callable[[], None], answer: Answer) -> None:
-        """Call ``act``. If it refuses the order, say so on the console, and in the answer."""
+        """Call ``act``, which carries out an order. If it refuses the order, say so on this agent's console,
+        and in the answer to ``elasticctl``.
+        """
         try:
             act()
         except Refused as reason:
@@ -168,8 +177,8 @@ class Orders:
     def _ask_others(
         self, order: dict[str, Any], what: str, limit: float, take: Take, ranks: Sequence[int] | None = None
     ) -> None:
-        """Ask the agents of the other nodes (of those with these group ranks) to do ``what``, as a part of an
-        order. Then ``take`` gets their answers. It may refuse the order.
+        """Ask the agents of other nodes to do ``what``, their part of an order of ``elasticctl``. Then call
+        ``take`` with their answers. ``ranks``: group ranks of the nodes to ask; by default, of all others.
         """
         calls = self._decisions.calls
         if calls is None:
@@ -225,7 +234,9 @@ class Orders:
     # --- ranks of other nodes ---
 
     def others(self) -> list[dict[str, Any]]:
-        """Return what the other nodes of this round have last told about their ranks."""
+        """Return the last answers of the other nodes' agents about their ranks, with the age of the answers.
+        Return no answers from an earlier round (an attempt of all nodes).
+        """
         known, age = self._known, time.monotonic() - self._known.at
         return [{**each, "age_seconds": age} for each in known.nodes] if self._is_of_now(known) else []
 
@@ -234,8 +245,8 @@ class Orders:
         return attempt is not None and attempt.round == known.round
 
     def ask_others(self, take: Callable[[], None] = lambda: None) -> None:
-        """Ask the other nodes for the states of their ranks, unless they have told them within the last two
-        seconds. Then ``take`` is called, perhaps before this method returns.
+        """Ask the other nodes' agents for the states of their ranks, unless they have answered within the
+        last two seconds. ``take`` is called, perhaps at once, when :meth:`others` returns the new answers.
         """
         attempt, calls = self._tracker.attempt, self._decisions.calls
         is_fresh = self._is_of_now(self._known) and time.monotonic() - self._known.at < OTHERS_PERIOD
@@ -266,7 +277,7 @@ class Orders:
         from elasticrs._engine.supervise.observe.job_health import progress_of, workers_of
 
         attempt = self._tracker.attempt
-        assert attempt is not None  # The call belongs to a round in which this node takes part.
+        assert attempt is not None  # This node takes part in the round of the request, so it has an attempt.
         workers = workers_of(attempt, progress_of(attempt, self._tracker.supervisor.heartbeats()))
         answer({"code": DONE, "node": self._node, "workers": workers})
 
@@ -307,7 +318,9 @@ class Orders:
         self._try(act, answer)
 
     def _drain_own(self, order: dict[str, Any], answer: Answer) -> None:
-        """Have this node leave the job, unless the job would end with it, or would have too few nodes."""
+        """Have this node leave the job. Refuse that if this node hosts the store, because the job would end
+        with it, or if too few nodes would be left.
+        """
         rendezvous = self._job.rendezvous
         assert rendezvous is not None
         if self._decisions.hosts_store:
@@ -412,7 +425,9 @@ class Orders:
 
 
 class _Known(Value):
-    """What the other nodes have told about their ranks: in which round, when on the monotonic clock."""
+    """The last answers of the other nodes' agents about their ranks (``nodes``), the round (an attempt of all
+    nodes) of these answers, and the time at which they arrived, on the monotonic clock (``at``).
+    """
 
     round: int
     at: float
@@ -420,7 +435,9 @@ class _Known(Value):
 
 
 def _are_workers(value: object) -> bool:
-    """Return true if a part of another agent's answer has the fields that the status shows of workers."""
+    """Return true if ``value``, from another agent's answer, is a list of workers, each with the fields that
+    the status shows of a worker.
+    """
     return isinstance(value, list) and all(
         isinstance(each, dict)
         and type(each.get("rank")) is int
@@ -430,7 +447,9 @@ def _are_workers(value: object) -> bool:
 
 
 class _Joined:
-    """Joins the answers of all nodes about a signal to one answer to ``elasticctl``."""
+    """Joins answers about a signal, which the agent of each node has sent to its workers, into one answer to
+    ``elasticctl``.
+    """
 
     def __init__(self, answer: Answer, nodes: int) -> None:
         self._answer, self._nodes = answer, nodes
@@ -441,7 +460,9 @@ class _Joined:
         self.add(*answers.values())
 
     def add(self, *parts: Mapping[str, Any]) -> None:
-        """Add this node's answer, or those of all other nodes. After both, answer ``elasticctl``."""
+        """Add either the answer of this node, or the answers of all other nodes. After the second of these
+        two calls, send the joined answer to ``elasticctl``.
+        """
         self._parts += parts
         self._left -= 1
         if not self._left:
@@ -449,14 +470,16 @@ class _Joined:
 
 
 def _is_delivery(fields: Mapping[str, Any]) -> bool:
-    """Return true if another agent's answer has the fields of :func:`delivery`."""
+    """Return true if an agent's answer says how it sent a signal, so that it has the fields that
+    :func:`delivery` returns.
+    """
     types = {"ranks": (int,), "step": (int, NoneType), "why": (str,), "waited": (int, float)}
     return all(name in fields and type(fields[name]) in allowed for name, allowed in types.items())
 
 
 def joined(parts: Sequence[Mapping[str, Any]], nodes: int) -> dict[str, Any]:
-    """Return the answer to ``elasticctl`` about a signal to the ranks of all nodes. ``parts``: the answers of
-    the nodes, as :func:`delivery` returns them. ``nodes``: number of nodes that were asked.
+    """Return the answer to ``elasticctl`` about a signal that all agents have sent to their ranks. ``parts``:
+    the answers of the agents, as :func:`delivery` returns them. ``nodes``: number of nodes that were asked.
     """
     sent = [each for each in parts if _is_delivery(each)]
     ranks = sum(each["ranks"] for each in sent)
@@ -483,7 +506,9 @@ def _tell_delivery(answer: Answer, ranks: int, sent: Delivery) -> None:
 
 
 def delivery(ranks: int, sent: Delivery) -> dict[str, Any]:
-    """Return the answer about a signal that an agent has sent to this number of ranks."""
+    """Return the answer to ``elasticctl`` about a signal: to how many ranks it was sent (``ranks``), after
+    which step of the optimizer, or why the ranks have not agreed on a step (``sent``).
+    """
     to = f"{phrases.signal_name(sent.signum)} sent to {ranks} rank{'s' if ranks != 1 else ''}"
     code = NOT_AGREED if sent.why else DONE
     if sent.step is not None:
@@ -500,8 +525,9 @@ def delivery(ranks: int, sent: Delivery) -> dict[str, Any]:
 def _tell_stacks(
     attempt: Attempt, others: SimpleQueue[Mapping[int, Mapping[str, Any]]] | None, answer: Answer
 ) -> None:
-    """Answer with the stacks of this node's ranks, joined with those of the ``others``. If that is ``None``,
-    answer to the agent of another node, which joins them.
+    """Answer ``elasticctl`` with the Python stacks of the ranks of all nodes. ``others`` is a queue that gets
+    the answers of the other nodes' agents. If it is ``None``, answer the agent of another node instead, with
+    the stacks of this node's ranks only.
     """
     try:
         from elasticrs._engine.supervise.failures.hang_diagnosis import (
