@@ -1,8 +1,8 @@
 """Health check server with the same names as in torch. Unlike torch's server, it opens a port.
 
 ``/healthz`` reports on the agent's loop, ``/readyz`` on the workers; ``/metrics`` is for Prometheus,
-``/status`` for programs, and the page at ``/`` for people. A thread of the core handles the connections, so
-requests do not delay the loop.
+``/status`` for programs, and the page at ``/`` for people. A thread of the Rust extension handles the
+connections, so requests do not delay the agent's loop.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ class HealthCheckServer:
 
 
 def _tell_page(server: _core.HealthServer) -> None:
-    """Render the texts of the page for the browsers that show it."""
+    """Give the server the texts that its page for browsers shows about the job now."""
     import json
 
     from elasticrs._engine.supervise.observe.status_text import page

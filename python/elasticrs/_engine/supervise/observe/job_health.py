@@ -134,7 +134,8 @@ class HealthObserver(Observer):
             # Ask for the nodes' names only for a status request, because with many nodes the answer is large.
             self._result.node_names(asks=True)
             if self._native.viewers:
-                # The page shows the ranks of all nodes. Their answers come later, so a later text has them.
+                # The page for browsers shows the ranks of all nodes. The other nodes' agents answer after
+                # this text of the page is sent, so the next text shows their answers.
                 self._result.ask_others()
         # Publish the status again: failures of other nodes and time without progress cause no event here.
         self._is_stale |= self._job.is_multi_node or self._no_progress is not None
@@ -396,8 +397,8 @@ class HealthObserver(Observer):
 
 
 def workers_of(attempt: Attempt, progress: Mapping[int, dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the fields of the status about each worker of this node. ``progress``: last training step of the
-    workers, by local rank, as :func:`progress_of` returns it.
+    """Return, for each worker of this node, the fields that the job's status has about it. ``progress``: the
+    workers' last training steps, by local rank, as :func:`progress_of` returns them.
     """
     shown = []
     ranks = attempt.shown_ranks()
@@ -418,7 +419,9 @@ def workers_of(attempt: Attempt, progress: Mapping[int, dict[str, Any]]) -> list
 
 
 def progress_of(attempt: Attempt, beats: Sequence[_core.Heartbeat]) -> dict[int, dict[str, Any]]:
-    """Read the last training steps of this node's workers. ``beats``: their last heartbeats."""
+    """Return the last training step of each worker of this node, by local rank. It is read from the file that
+    the worker shares with the agent, or from its last heartbeat (``beats``).
+    """
     files, now_ns = attempt.keep_files, time.monotonic_ns()
     last = {beat.local_rank: beat for beat in beats}
     found = {}

@@ -54,8 +54,8 @@ class Observer:
         return False
 
     def ordered(self, order: str, user: object, pid: object, node: object) -> None:
-        """Handle an order of ``elasticctl``, before it takes effect: its words, and who has sent it. ``node``
-        is ``None`` if that was on this node.
+        """Handle an order that ``elasticctl`` has sent, before it takes effect. ``user`` and ``pid`` tell
+        which process has sent it. ``node`` is the node of that process, or ``None`` if it is this node.
         """
 
     def acting(self, action: Action, plan: Plan | None) -> None:

@@ -64,8 +64,8 @@ def row(pid: int, status: Mapping[str, Any] | None) -> tuple[str, ...]:
 
 
 def all_workers(status: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the workers in a status, each with the name of its ``node``, sorted by rank. Workers of other
-    nodes are there if the agents of these nodes have been asked. ``told_seconds`` is the age of their data.
+    """Return the workers in a job's status, sorted by rank, each with the name of its node (``node``) and the
+    age of its data (``told_seconds``). Workers of other nodes are included if their agents have answered.
     """
     found = [{**worker, "node": status["host"], "told_seconds": 0.0} for worker in status["workers"]]
     for told in status.get("others") or ():
@@ -84,18 +84,20 @@ def _shows_nodes(status: Mapping[str, Any]) -> bool:
 
 
 def _progress(worker: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a worker's last step with its age. Before its first step there is only a heartbeat."""
+    """Return the fields of a worker about its last training step, or about its last heartbeat if it has not
+    made a step.
+    """
     return worker.get("progress") or worker.get("heartbeat") or {}
 
 
 def _counts_attempt(progress: Mapping[str, Any]) -> bool:
-    """Return true if the steps are counted from 0 in each attempt."""
+    """Return true if the worker's steps are counted from 0 again after each restart."""
     return progress.get("counts") == "optimizer"
 
 
 def last_step(status: Mapping[str, Any]) -> tuple[Mapping[str, Any], float | None]:
-    """Return the progress of the foremost rank, and the seconds since the last progress of any rank. Steps
-    that are counted across restarts come before those of the attempt.
+    """Return the fields about the last step of the rank that has made the most steps, and the seconds since
+    the last progress of any rank. Ranks whose steps are counted on after restarts take precedence.
     """
     told = [_progress(worker) for worker in all_workers(status)]
     known = [each for each in told if each.get("step") is not None]
@@ -145,7 +147,9 @@ def remarks(status: Mapping[str, Any]) -> list[str]:
 
 
 def _weighed_remarks(status: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return each remark after its weight: ``bad``, ``warn`` or ``note``."""
+    """Return what a user should look at, as pairs: how serious it is (``bad``, ``warn`` or ``note``), and a
+    line of text.
+    """
     found = []
     agent = status["agent"]
     if not agent["alive"]:
@@ -186,8 +190,8 @@ _WEIGHTS = {"b": "warn", "p": "warn", "x": "note", "F": "bad"}
 
 
 def _looks(status: Mapping[str, Any], workers: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
-    """Return for each rank the letter of its state, and what a user should know. That text is empty for a
-    rank that runs and is not more than one step behind the others.
+    """Return for each rank the letter of its state (see :data:`LETTERS`), and a text for the user about it.
+    The text is empty for a rank that runs and is not more than one step behind the others.
     """
     most = _most_steps(workers)
     found, normal = [], "n" if status["no_progress"] else "."
@@ -206,9 +210,9 @@ def _looks(status: Mapping[str, Any], workers: Sequence[Mapping[str, Any]]) -> l
 
 
 def _most_steps(workers: Sequence[Mapping[str, Any]]) -> dict[tuple[bool, float], int]:
-    """Return the most steps that a rank had made when a node told its steps or before, so that ranks whose
-    steps are known later are not taken for faster. The keys are how steps are counted, and how long ago the
-    node told them.
+    """Return the most steps that any rank had made at the time of each node's answer. Newer answers do not
+    count for that, because the ranks have gone on since the older answer, and would seem to be behind. Keys:
+    whether steps are counted from 0 after each restart, and the age of the answer.
     """
     told: dict[tuple[bool, float], int] = {}
     for worker in workers:
@@ -223,7 +227,9 @@ def _most_steps(workers: Sequence[Mapping[str, Any]]) -> dict[tuple[bool, float]
 
 
 def _odd_ranks(status: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return weighed remarks about the ranks that do not run, or are some steps behind the other ranks."""
+    """Return what a user should know about ranks that do not run or are several steps behind the others, as
+    pairs: how serious it is (``bad``, ``warn`` or ``note``), and a line of text.
+    """
     workers = all_workers(status)
     by_look: dict[tuple[str, str], list[int]] = {}
     for worker, look in zip(workers, _looks(status, workers), strict=True):
@@ -240,7 +246,9 @@ _ROW = 64
 
 
 def letters(status: Mapping[str, Any]) -> list[str]:
-    """Return rows with a letter for each rank's state. Empty if the table of ranks shows all ranks."""
+    """Return lines that show the state of each rank as a letter. Return no lines for a job with so few ranks
+    that the table of ranks shows all of them.
+    """
     workers = all_workers(status)
     if len(workers) <= MAX_SHOWN:
         return []
@@ -250,7 +258,9 @@ def letters(status: Mapping[str, Any]) -> list[str]:
 
 
 def ranks_table(status: Mapping[str, Any]) -> list[str]:
-    """Return a table of the known ranks; if they are too many, of those that need a look first."""
+    """Return the lines of a table of ranks. If it has no room for all, it shows those that most need the
+    user's attention.
+    """
     rows = [cells for _, cells in _rank_rows(status)]
     return [*table([_rank_titles(status), *rows]), *_more(status)] if rows else []
 
@@ -260,7 +270,7 @@ def _rank_titles(status: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _rank_rows(status: Mapping[str, Any]) -> list[tuple[str, tuple[str, ...]]]:
-    """Return the rows of the table of ranks, each after the letter of the rank's state."""
+    """Return the rows of the table of ranks, as pairs: the letter of the rank's state, and the cells."""
     workers = all_workers(status)
     found = list(zip(workers, (letter for letter, _ in _looks(status, workers)), strict=True))
     if len(workers) > MAX_SHOWN:
@@ -304,8 +314,8 @@ _STATE_WEIGHTS = {
 
 def page(status: Mapping[str, Any]) -> dict[str, Any]:
     """Return the texts on the health check server's page: those that ``elasticctl status --watch`` prints,
-    but not yet put into lines of a terminal. If there are many ranks, ``rows`` has only those that need a
-    look, and ``grid`` has for each node its name, its ranks, and a letter for each of them.
+    but not yet put into lines of a terminal. In a job with many ranks, ``rows`` has only the ranks with a
+    problem, and ``grid`` has for each node its name, its ranks, and the letter of each rank's state.
     """
     if "job" not in status:
         return {"title": "elasticrs", "sentence": "this process has told nothing about a job yet"}
@@ -336,7 +346,7 @@ def page(status: Mapping[str, Any]) -> dict[str, Any]:
 def _grid(
     status: Mapping[str, Any], workers: Sequence[Mapping[str, Any]]
 ) -> list[tuple[str, list[int | None], str]]:
-    """Return for each node its name, its ranks, and a letter for the state of each of them."""
+    """Return for each node its name, its ranks, and a text with one letter for the state of each rank."""
     rows: dict[str, tuple[list[int | None], list[str]]] = {}
     for worker, (letter, _) in zip(workers, _looks(status, workers), strict=True):
         ranks, letters = rows.setdefault(printable(str(worker["node"])), ([], []))

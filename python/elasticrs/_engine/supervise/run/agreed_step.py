@@ -75,7 +75,8 @@ class Delivery(Value):
             ``None`` if the ranks have not agreed on a step.
         why: why the ranks have not agreed on a step. Empty if they have, or if no rank needs that.
         waited: seconds for which the signal was held back.
-        paused: maximum seconds for which a rank has stood still meanwhile; 0 if the ranks have not agreed.
+        paused: longest time in seconds for which a rank has stood still while the signal was held back; 0 if
+            the ranks have not agreed.
     """
 
     signum: int
@@ -95,9 +96,10 @@ class Standing(Value):
             steps are not short.
         duration: seconds that a step takes; 0 if unknown.
         ready: number of the agent's request for which the worker has stopped at the start of a step.
-        missed: number of the request that the worker missed, as it was past the step, or had waited too long.
-        ready_at: time at which the worker has stopped for that, in seconds of the monotonic clock.
-        paused: seconds for which the worker has waited, before that, for the choice of the step.
+        missed: number of the request that the worker missed, because it was past the chosen step, or had
+            waited too long.
+        ready_at: time at which the worker has stopped for the request, in seconds of the monotonic clock.
+        paused: seconds for which the worker, before it stopped, has waited for the agent to choose the step.
     """
 
     is_training: bool = False
@@ -266,7 +268,7 @@ class AgreedSteps:
         exchange: Exchange | None = None,
     ) -> None:
         """Hold a signal back until all ranks stand at the start of the same training step, but for at most
-        ``hold`` seconds. Then call ``send`` once, and ``tell``. Does not block.
+        ``hold`` seconds. Then call ``send``, which sends the signal, and ``tell``. Does not block.
 
         Args:
             signum: number of the signal.
