@@ -1,20 +1,22 @@
 """The worker's side of the agreed step, the training step after which all ranks of a job get a signal.
 
-The agent holds a signal back, and asks for such a step with numbers (words) that it writes into a file in
-memory that it shares with the worker (:class:`.layout.Agreed`). Later, it sends the signal itself. This
-module counts the steps of torch's optimizers. While the agent asks for nothing, a step costs one write to
-memory and one read. When the agent asks, each rank waits at the end of its step until the agent has chosen a
-step that no rank has passed. All ranks go on to that step, and stop once more at the start of the next one,
-because a script's own counters, schedulers and data loaders are consistent there. Each rank writes into its
-file that it has stopped, and waits for the signal.
+The agent does not send the signal at once. It first asks for an agreed step, with numbers (words) that it
+writes into a file in memory that it shares with the worker (:class:`.layout.Agreed`). This module counts the
+steps of torch's optimizers. While the agent asks for nothing, this costs one write to memory and one read in
+each step. When the agent asks, each rank waits at the end of its step until the agent has chosen a step that
+no rank has passed. All ranks go on to that step, and stop once more at the start of the next one, because a
+script's own counters, schedulers and data loaders are consistent there. Each rank writes into its file that
+it has stopped, and waits until the agent sends the signal.
 
 A compiler can hide the steps of an optimizer from torch's hooks, and a program may use other optimizers. As
-long as no step was seen, other calls are counted instead, which a program makes once in each step:
-``heartbeat(step)`` or ``optimizer.zero_grad()``.
+long as no step of an optimizer was seen, this module instead counts calls that a program makes once in each
+step: ``heartbeat(step)`` or ``optimizer.zero_grad()``.
 
-- **STEP-1** a rank never waits longer than the limits in this module and in the file.
-- **STEP-2** a problem here never fails the training. Without the file, the signal comes at any moment.
-- **STEP-3** forked children of a worker count no steps, and do not write to the file of their parent.
+- **STEP-1** a rank never waits longer than the limits in this module and in the file that it shares with its
+  agent.
+- **STEP-2** a problem in this module never fails the training. Without that file, the signal comes at any
+  moment of a step.
+- **STEP-3** forked children of a worker count no steps, and do not write to the worker's file.
 """
 
 from __future__ import annotations
@@ -171,10 +173,11 @@ def follow_heartbeats(stop: Callable[[], None]) -> Callable[[], None] | None:
     """Count heartbeats with a step number as training steps, as long as no step of an optimizer was seen.
 
     Args:
-        stop: function that is called when such heartbeats need not be counted any more.
+        stop: function that this module calls when heartbeats need not be counted any more, because something
+            else is counted instead.
 
     Returns:
-        Function to call at each such heartbeat; ``None`` if there is no need to count them.
+        Function to call at each heartbeat with a step number; ``None`` if they need not be counted.
     """
     boundary = _the_boundary()
     if boundary.counted or boundary.names_steps or layout.VARIABLE not in os.environ:
@@ -196,14 +199,14 @@ def _the_boundary() -> _Boundary:
 
 
 class _Boundary:
-    """Handles the boundary of two training steps, while the agent asks for a step after which all ranks get a
+    """Stops this process between two training steps, if the agent asks for a step after which all ranks get a
     signal (the agreed step).
 
     Attributes:
-        counted: identity (``id``) of the optimizer whose steps are counted.
+        counted: identity (``id``) of the optimizer whose steps are counted as training steps.
         others: identities of the other optimizers that have made a step since the last counted step.
-        awaited: what ``others`` was at the last counted step. The next training step begins only after all
-            of these optimizers have made a step again.
+        awaited: the optimizers that made a step between the last two counted steps. The next training step
+            begins only after all of them have made a step again.
         tries: number of attempts that are left to open the file that the worker shares with its agent.
         detach: function that ends the counting of the optimizers' steps.
         optimizers: module ``torch.optim.optimizer``; ``None`` before its import.
@@ -229,7 +232,9 @@ class _Boundary:
         self.detach: Callable[[], object] = int
 
     def await_optimizers(self, optimizers: Any, detach: Callable[[], object]) -> None:
-        """Count other calls until an optimizer makes a step. ``detach`` ends the counting of these steps."""
+        """Count calls of ``zero_grad`` as training steps until an optimizer makes a step, unless other calls
+        are counted already. ``detach`` is a function that ends the counting of the optimizers' steps.
+        """
         self.optimizers, self.detach = optimizers, detach
         if self.names_steps:
             detach()
@@ -237,7 +242,9 @@ class _Boundary:
             self.count_with(_ZeroGrads(self, optimizers.Optimizer))
 
     def count_with(self, substitute: _Counter | None) -> None:
-        """Count calls with ``substitute`` from now on; ``None`` to count the steps of an optimizer."""
+        """Count, from now on, the calls that ``substitute`` counts as training steps. ``None``: count the
+        steps of an optimizer instead.
+        """
         if self.names_steps:
             return
         if self.substitute is not None:
@@ -338,7 +345,9 @@ class _Boundary:
         self._undo.append(remove)
 
     def miss(self, words: memoryview) -> None:
-        """If this rank was to stop at the start of a step that it has not noticed, tell the agent so."""
+        """If this rank was to stop at the start of the next step, but a further step has ended without being
+        noticed, tell the agent that this rank has missed the place to stop.
+        """
         if self._undo:
             self._disarm()
             words[Agreed.MISSED] = self._done
@@ -357,8 +366,8 @@ class _Boundary:
 
 
 def _before_load(act: Callable[[], None]) -> Callable[[], None] | None:
-    """Have ``act`` called each time before a batch is taken from a data loader of torch. Return the function
-    that ends that; ``None`` if the program has not imported the data loaders.
+    """Have ``act`` called each time before a batch is taken from a data loader of torch. Return a function
+    that undoes this; ``None`` if the program has not imported torch's data loaders.
     """
     loaders: Any = sys.modules.get("torch.utils.data.dataloader")
     kind = getattr(loaders, "_BaseDataLoaderIter", None)
@@ -435,14 +444,16 @@ def _is_main_thread() -> bool:
 
 
 class _Counter:
-    """Counts calls that a program makes once in each step, instead of the steps of an optimizer.
+    """Counts, as training steps, calls that a program makes once in each step, if the steps of its optimizer
+    cannot be counted.
 
     Args:
-        boundary: the boundary of two steps in this process.
-        first: number of steps that have ended at the first call: 0 if that call may come before a step.
+        boundary: the object that stops this process between two steps.
+        first: number of training steps that have ended at the first call: 0 if that call may come before the
+            first step.
 
     Attributes:
-        is_at_start: true if the calls come at the start of a step.
+        is_at_start: true if a training step begins right at such a call.
         undo: functions to call when the calls are not counted any more.
     """
 
@@ -458,14 +469,16 @@ class _Counter:
         self._words, self._boundary.tries = _private_words(), 0
 
     def end(self) -> None:
-        """Count no more calls."""
+        """End the counting of calls."""
         while self.undo:
             self.undo.pop()()
         self._words[Agreed.STEPS] = 0
         self._words = _private_words()
 
     def count(self) -> None:
-        """Count a call. This takes about 0.1 microseconds, because a program may call it often."""
+        """Count a call of the program as a training step. This must take very little time (about 0.1
+        microseconds), because a program may make such calls often.
+        """
         step = self._next
         self._next = step + 1
         words = self._words
@@ -474,7 +487,9 @@ class _Counter:
             self._look(step)
 
     def _look(self, step: int) -> None:
-        """Do what is due at a call, and wait if the agent asks for that."""
+        """Measure how long the steps take, and wait if the agent asks for a step after which all ranks get a
+        signal.
+        """
         words = self._words = self._boundary.map_again(self._words, step)
         self._due = self._boundary.measure(words, step)
         if words[_STATE]:
@@ -482,13 +497,14 @@ class _Counter:
 
 
 class _ZeroGrads(_Counter):
-    """Counts the calls of ``zero_grad`` of the first optimizer on which a program calls it. They are counted
-    as long as no step of an optimizer is seen.
+    """Counts calls of ``zero_grad`` as training steps, as long as no step of an optimizer is seen. Only the
+    calls for one optimizer are counted: the first for which the program calls it.
 
-    A program may call ``zero_grad`` at the start of a step, when it already has the batch, or at the end. So
-    if it uses data loaders, the next step begins when it takes a batch. If not, the next step begins with the
-    forward pass of a module. In a step with several optimizers, this is not the first forward pass, so their
-    steps are not counted without a data loader.
+    A program may call ``zero_grad`` at the end of a step, or at the start of a step, when it already has the
+    batch. So this class takes as the start of the next step the moment when the program takes a batch from a
+    data loader, or, without data loaders, the next forward pass of a module. With several optimizers, that
+    may be a forward pass in the middle of a step. So if a program has several, and no data loader, the
+    counting ends.
     """
 
     is_at_start = False
@@ -510,14 +526,14 @@ class _ZeroGrads(_Counter):
             if kind.zero_grad is zero_grad:
                 kind.zero_grad = original
 
-        # Keep torch's compiler from following this call, as it does not follow the original one.
+        # Keep torch's compiler from tracing this function, because it does not trace the original one either.
         zero_grad._torchdynamo_disable = True  # type: ignore[attr-defined]
         kind.zero_grad = zero_grad
         self.undo.append(restore)
 
     def _note(self, optimizer: object) -> None:
         if not self.undo:
-            return  # A program that has stored the function still calls it.
+            return  # Counting has ended, but the program has stored this function and still calls it.
         if not self._awaits_load and (restore := _before_load(self._note_load)) is not None:
             self._awaits_load = True
             self.undo.append(restore)
@@ -568,18 +584,19 @@ _calls: _Calls | None = None
 
 
 def checkpoint_requested() -> str:
-    """Return whether to save a checkpoint now. Call this once in each step, at the same place on all ranks.
+    """Return whether to save a checkpoint now, and whether to exit then. Call this function once in each
+    training step, at the same place on all ranks.
 
     All ranks get the same answer in the same step, also on several nodes, without a collective. Use this
     function in training loops whose steps elasticrs cannot count, because they neither use torch's optimizers
     nor send heartbeats. Use it also in programs that do not want to handle signals: if such a program has no
-    handlers for SIGTERM, SIGUSR1 and SIGUSR2, these signals only set the answer from the first call on, and
-    do not end the program. A call takes some microseconds.
+    handlers for SIGTERM, SIGUSR1 and SIGUSR2, these signals do not end the program after its first call of
+    this function, and only set the answer. A call takes some microseconds.
 
     Returns:
         An empty text if nothing is requested. ``"save"`` to save a checkpoint and go on. ``"stop"`` to save a
         checkpoint and exit, because the agent stops the workers, and kills them after ``--shutdown-timeout``.
-        Always an empty text in a program that no agent of elasticrs has started.
+        In a program that no agent of elasticrs has started, the text is always empty.
     """
     global _calls  # noqa: PLW0603 -- one for each process
     if _calls is None:

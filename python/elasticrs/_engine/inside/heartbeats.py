@@ -34,7 +34,7 @@ _words: memoryview | None = None
 _automatic: memoryview | None = None
 """Page for the automatic heartbeats of optimizer steps, used until the program sends its own heartbeats."""
 _count_step: Callable[[], None] | None = None
-"""Function that counts a heartbeat with a step number as a training step, if no optimizer's step was seen."""
+"""Function that counts each heartbeat with a step number as a training step; ``None`` if none is counted."""
 _count = 0
 _mark = 1
 """Lowest bit of a heartbeat's timestamp: 1 if the heartbeat ends a step, 0 if it ends a part of a section."""
@@ -150,7 +150,7 @@ def heartbeat_unless_given(before: int) -> int:
 
 
 def _attach() -> memoryview:
-    global _words, _count_step  # noqa: PLW0603 -- the page of this process
+    global _words, _count_step  # noqa: PLW0603 -- one page (of shared memory) for each process
     _words = words = _take_page()
     # From now on, the program reports its own step numbers, so drop the count of optimizer steps.
     words[_STEP] = 0
@@ -162,7 +162,7 @@ def _attach() -> memoryview:
 
 
 def _count_no_steps() -> None:
-    global _count_step  # noqa: PLW0603 -- as above
+    global _count_step  # noqa: PLW0603 -- one for each process
     _count_step = None
 
 

@@ -197,8 +197,9 @@ def _watch_exits(ended: "Callable[[Any], None]") -> None:
 
 
 def _leave_out_boundary(traceback: "types.TracebackType | None") -> None:
-    """Remove the calls of ``boundary.py`` from a traceback. In them, this worker has waited for a signal, and
-    has run the program's handler, as if the line of the program had been interrupted.
+    """Remove from a traceback the calls of functions in ``boundary.py``, in which this worker waited for a
+    signal and ran the program's handler. Without them, the traceback looks as if the signal had interrupted
+    a line of the program.
     """
     while traceback is not None and (following := traceback.tb_next) is not None:
         if following.tb_frame.f_code.co_filename == _BOUNDARY:

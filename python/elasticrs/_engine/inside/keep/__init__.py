@@ -15,8 +15,8 @@ def keep_own() -> None:
 
 
 def keep_before_stop() -> None:
-    """Copy the training state of this process, if it uses ``Keep`` and has said that it cannot copy its state
-    when the agent orders that. Call this between two steps, where a copy is possible, before the process is
+    """Copy the training state of this process, if it uses ``Keep`` and cannot copy its state later, when the
+    agent orders that. Call this between two steps, where a copy is possible, just before the process is
     stopped.
     """
     keeper = sys.modules.get("elasticrs._engine.inside.keep.keeper")

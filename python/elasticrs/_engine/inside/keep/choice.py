@@ -54,7 +54,7 @@ class KeptSlot(Value):
     digest: int = 0
     sequence: int = 0
     why_copied: int = Why.PERIODIC
-    """A code of :class:`.Why`."""
+    """Reason for the copy: a code of :class:`.Why`."""
 
 
 class Holding(Value):
@@ -144,14 +144,15 @@ class Choice(Value):
     """The training step that all ranks restore in the next attempt.
 
     Args:
-        step: ``None`` if no step can be restored.
-        sources: for each rank, the rank that made the copy which it restores, and the number of the slot.
-        behind: ranks that have no record of their random numbers and the like at this step.
+        step: number of the step; ``None`` if no step can be restored.
+        sources: for each rank, where the copy is that it restores: the rank that made the copy, and the
+            number of the slot (region) in that rank's file.
+        behind: ranks that have not recorded their random numbers and the like at the end of this step.
         kept_by: ranks that have a copy of this step.
         ranks: number of ranks of the attempt that has ended.
         lost: number of completed steps after ``step``, which have to be trained again. 0 if ``step`` is
             ``None``, because their number is then unknown.
-        why_copied: a code of :class:`.Why`: whether ranks copied this step because of a failure or a stop.
+        why_copied: why the ranks copied this step, such as a failure or a stop: a code of :class:`.Why`.
         is_replicated: true if all ranks have the same state, so that any rank's copy serves all of them.
         why: why no step, or no newer one, can be restored. Empty if no step is lost or no rank uses ``Keep``.
         folder: folder on a disk in which this step is saved; empty if it is in memory only.

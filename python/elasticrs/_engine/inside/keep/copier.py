@@ -47,7 +47,9 @@ _CHANGE_PATIENCE = 0.1
 """Seconds for which such a copy waits for the optimizer to begin, if the backward pass has ended."""
 
 _SETTLING = 0.3
-"""Maximum seconds for which such a copy waits until this rank knows which copies the other nodes have."""
+"""Maximum seconds for which a copy that the agent has ordered waits until this rank knows which copies the
+other nodes have.
+"""
 
 _LIMIT = 300.0
 """Seconds after which the training no longer waits for a copy of its state, and no more copies are made."""
@@ -422,11 +424,13 @@ class Copier:
         return self._is_changing or (boundary is not None and boundary.step < self._ranks.newest_ended())
 
     def _is_stop_planned(self) -> bool:
-        """Return true if the agent has announced a signal to all ranks, and no rank has failed since then."""
+        """Return true if the agent has announced that all ranks will get a signal after the same step (it has
+        written that into this rank's file), and no rank has failed since then.
+        """
         return self._file.words[Agreed.STATE] != AgreedState.NONE
 
     def _is_after_agreed_step(self) -> bool:
-        """Return true if all ranks have stopped after the same step, to be signalled there."""
+        """Return true if all ranks have stopped after the same step, where the agent sends them a signal."""
         words = self._file.words
         return (words[Agreed.STATE], words[Agreed.READY]) == (AgreedState.SENT, words[Agreed.NUMBER])
 
@@ -479,11 +483,12 @@ class Copier:
         return [each for each, slot in enumerate(self._file.slots) if slot.complete_step not in protected]
 
     def _would_lose_common_step(self) -> bool:
-        """Return true if a copy could overwrite the newest step of which all ranks have a copy.
+        """Return true if a new copy could overwrite this rank's copy of the newest step of which all ranks
+        have one.
 
-        This matters if each rank has only a part of the state. Another rank may then lack its own copy of the
-        newest step that this rank has copied, so that all need the older copy, which would be overwritten.
-        On several nodes, :meth:`_free_slot` sees to that.
+        This matters if each rank has only a part of the state. If another rank has not copied the newest step
+        that this rank has copied, all ranks can restore only an older step, whose copy would be overwritten.
+        Return false if the ranks are on several nodes, because :meth:`_free_slot` then protects that copy.
         """
         newest = max(
             (found for slot in self._file.slots if (found := slot.complete_step) is not None), default=None

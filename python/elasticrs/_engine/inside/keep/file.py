@@ -397,8 +397,8 @@ def round_up(number: int, to: int) -> int:
 
 
 def sizes_as_text(need: int, allowed: int) -> tuple[str, str]:
-    """Return two numbers of bytes as text for the user: those that are needed, rounded up, and those that are
-    allowed, rounded down. Both are in MiB if neither is smaller than one MiB.
+    """Return two sizes as texts for the user: the memory that is needed, rounded up, and the memory that is
+    allowed, rounded down. Both texts are in MiB if both sizes are at least one MiB, and in bytes otherwise.
     """
     unit, size = ("MiB", 1 << 20) if min(need, allowed) >> 20 else ("bytes", 1)
     return f"{-(-need // size)} {unit}", f"{max(0, allowed) // size} {unit}"

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from elasticrs._engine.inside.keep.trees import Path
 
 _REFUSAL_LIMIT = 10.0
-"""Maximum seconds for which a rank that cannot load its copy waits to see what the other ranks do."""
+"""Maximum seconds for which a rank that cannot load its copy waits to see whether other ranks load theirs."""
 
 _EXIT_LIMIT = 10.0
 """Maximum seconds for which the program, when it exits, waits for a copy that is being made."""
@@ -140,7 +140,9 @@ def keep_own() -> None:
 
 
 def keep_before_stop() -> None:
-    """Copy the state of this process, which stands between two steps, if it cannot be copied on an order."""
+    """Copy the training state of this process, because the process is about to be stopped between two steps.
+    Do so only if the state could not be copied later, when the agent orders that.
+    """
     if _active is not None:
         _active.keep_before_stop()
 
@@ -346,7 +348,7 @@ class Keeper:
 
     @_guarded
     def _join_peers(self) -> None:
-        """Prepare to compare this rank's periodic copies with those of the ranks of other nodes."""
+        """Prepare to compare this rank's periodic copies of its state with those of ranks of other nodes."""
         is_replicated = self._mode == layout.Mode.REPLICATED
         if _agreement is None or _agreement.store is None or (is_replicated and self._every is not None):
             return
@@ -447,8 +449,8 @@ class Keeper:
         """Tell the user that this rank cannot load the copy of the step to which the training returns.
 
         Raises:
-            RuntimeError: other ranks have loaded their copies, or are on other nodes, where this rank cannot
-                see it.
+            RuntimeError: this rank must not begin anew alone, because other ranks have loaded their copies,
+                or are on other nodes, where this rank cannot see whether they have.
         """
         self._file.tell(why)
         self._file.words[Head.REFUSED] = step + 1
@@ -626,9 +628,9 @@ class Keeper:
 
     @_guarded
     def keep_before_stop(self) -> None:
-        """Copy the state of the last step, because this process is about to be stopped between two steps. Do
-        so only if the agent cannot order a copy, because the state may change outside of torch's optimizers
-        or is on a GPU. Wait until the copy is complete.
+        """Copy the state at the end of the last step, because this process is about to be stopped between two
+        steps. Do so only if the state cannot be copied later, when the agent orders that, because it may
+        change outside of torch's optimizers or is on a GPU. Wait until the copy is complete.
         """
         if self._copier.is_blind and self._boundary is not None and not self._has_changed:
             self._copier.end_step(self._boundary, is_due=True, is_check=False)

@@ -131,9 +131,13 @@ class Agreed:
     step, or had waited too long for the agent's choice.
     """
     READY_AT = 78
-    """Time at which this rank has stopped to wait for the signal, in nanoseconds of the monotonic clock."""
+    """Time at which this rank has stopped to wait for the agent's signal, in nanoseconds of the monotonic
+    clock.
+    """
     PAUSED = 79
-    """Nanoseconds for which this rank has waited, before that, for the agents' choice of a step."""
+    """Nanoseconds for which this rank has waited at ends of steps until the agents had chosen the step after
+    which all ranks get the signal.
+    """
     END = 80
 
 
@@ -209,8 +213,9 @@ class SlotState:
 
 
 class Why:
-    """Reason for a copy. ``PERIODIC``: a copy was due. ``AT_DEATH``: the worker was about to end because of a
-    failure. ``AT_STOP``: the agent had planned to stop all workers, for example to let a node leave.
+    """Reason why a worker copied its training state. ``PERIODIC``: a periodic copy was due. ``AT_DEATH``: the
+    worker was about to end because of a failure. ``AT_STOP``: the agent had planned to stop all workers, for
+    example to let a node leave.
     """
 
     PERIODIC = 0
@@ -243,9 +248,10 @@ def record_size(capacity: int) -> int:
 
 
 def records(read: Callable[[int, int], bytes], capacity: int) -> Iterator[tuple[int, bool, int, int, int]]:
-    """Find the records of the ring, which has ``capacity`` bytes. ``read`` returns bytes of the ring: its
-    arguments are offset and length. Yield step, ``is_end`` (see :func:`record_number`), offset and length of
-    the content, and CRC-32 of each record. If the checksum is wrong, the record was not completely written.
+    """Find a rank's records (of its random numbers and the like) in the ring, a region of its file in which
+    new records overwrite old ones. The ring has ``capacity`` bytes, and ``read(offset, length)`` returns some
+    of them. For each record, yield its step, ``is_end`` (see :func:`record_number`), the offset and length of
+    its content, and its CRC-32. If the content has another CRC-32, the record was not completely written.
     """
     room = record_size(capacity) - RECORD_HEAD
     for number in range(RECORDS if room > 0 else 0):

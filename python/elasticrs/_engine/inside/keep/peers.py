@@ -1,20 +1,23 @@
 """Lets the ranks of several nodes tell each other which periodic copies of their states they have.
 
 All ranks make their periodic copies at the same steps. The copies of all ranks of one step are a
-*generation*. The ranks compare each generation through the store through which their process groups connect.
+*generation*. The ranks compare the copies of each generation through the store (of keys and values) through
+which their process groups connect.
 
-- **PEERS-1** Unless the program says how often to copy, rank 0 announces a step ahead. At the end of the
-  step, each rank copies its state into its own file, and publishes step and checksum of the copy.
+- **PEERS-1** Unless the program says how often to copy, rank 0 announces the step of the next copy. At the
+  end of that step, each rank copies its state into its own file, and writes the step and the checksum of the
+  copy into the store.
 - **PEERS-2** With ``--keep-peers``, each node then downloads the copies of the ranks of one other node (its
   source), except for copies of which any other node has an equal one. So sharded state (of which each node
-  has only a part) can be restored after the loss of a node. A downloaded copy never replaces one of the
-  newest secured generation, but an older one.
+  has only a part) can be restored after the loss of a node. A downloaded copy replaces an older one, but
+  never one of the newest secured generation.
 - **PEERS-3** When all ranks have copied the step, and all downloads are complete, the generation is
-  *secured*: without ``--keep-peers``, it can be restored as long as all nodes are there, and with it also
-  without any one of them. If a rank has made no copy, or a download has failed, the generation before
+  *secured*: its step can be restored as long as all nodes are there, and with ``--keep-peers`` also after the
+  loss of any one of them. If a rank has made no copy, or a download has failed, the generation before
   remains the secured one. A rank does not overwrite copies of the newest secured generation.
-- **PEERS-4** If the download of a rank's copies fails three times in a row, or a copy is too large, the
-  partner gives up, and later generations count as secured without it. Errors never fail the training.
+- **PEERS-4** If the download of a rank's copies fails three times in a row, or a copy is too large, the rank
+  that downloads them gives up. Later generations then count as secured without these downloads. An error in
+  this module never fails the training.
 """
 
 from __future__ import annotations
@@ -94,12 +97,12 @@ def without_second_copy(copies: Sequence[Sequence[int]], nodes: Sequence[Sequenc
 
 
 class Peers:
-    """Thread of a worker that compares this rank's periodic copies with those of the other ranks.
+    """A thread of a worker that compares this rank's periodic copies with those of the other ranks.
 
     Args:
-        agreement: the agreement of the nodes on the step that is restored.
-        store: the store through which the nodes have agreed.
-        file: the file with this rank's own copies.
+        agreement: what the nodes have agreed on, such as the step that all ranks restore.
+        store: the store (of keys and values) through which the nodes have agreed.
+        file: the file in memory in which this rank keeps copies of its own state.
         schedule: says when this rank copies its state.
         say: writes a line to the user.
         has_partners: true if nodes may keep copies of each other's states, as ``--keep-peers`` says.
@@ -124,18 +127,18 @@ class Peers:
         self._closed, self._has_ended = threading.Event(), threading.Event()
         self._nodes = nodes = agreement.nodes if has_partners else None
         self.partner: Partner | None = None
-        """Downloads copies of a rank of another node; ``None`` without ``--keep-peers``."""
+        """Downloads the copies of a rank of another node; ``None`` without ``--keep-peers``."""
         if nodes is not None:
             self.partner = Partner(agreement.plan, nodes, file, store, self._closed, say)
         self._generations = schedule.begin_generations(agreement.plan["step"], self.partner is not None)
         self._downloads = self._failed_in_all = 0
-        """Numbers of generations with downloads, and of failed downloads of all ranks."""
+        """Two numbers: generations (copies of one step) with downloads, and failed downloads of all ranks."""
         self._longest_delay = _LONGEST_DELAY * max(1, self._world / 500)
         self._notice = 2 * self._longest_delay
         self._is_running = self._has_published = False
 
     def begin(self) -> None:
-        """Start the thread after the first training step."""
+        """Start the thread that compares copies. Call this after the first training step."""
         self._agreement.is_restored = self._is_running = self._generations.are_compared = True
         with without_signals():
             threading.Thread(target=self._run, name="elasticrs-peers", daemon=True).start()
@@ -154,7 +157,7 @@ class Peers:
                 number, step = self._generations.wait(number)
                 found = self._compare(number, step)
                 if found is None:
-                    continue  # This rank has a newer copy, which is compared instead.
+                    continue  # This rank has meanwhile made a newer copy. So compare that one.
                 is_whole, senders, are_equal = found
                 if is_whole:
                     self._schedule.note_equal(are_equal)
@@ -176,13 +179,16 @@ class Peers:
             self._has_ended.set()
 
     def _announce(self, number: int, *, is_whole: bool) -> bool:
-        """Agree with the other ranks on the next step to copy. Return false if none is to be copied."""
+        """Agree with the other ranks on the next step that all of them copy. Rank 0 chooses it. Return false
+        if it chooses none.
+        """
         if self._rank == 0:
             for _ in self._looks():
                 if self._schedule.knows_pace():
                     break
             if not is_whole and number != self._agreement.plan["step"]:
-                self._notice = min(_LONGEST_NOTICE, 2 * self._notice)  # A rank learned of the step too late.
+                # A rank has no copy, because it learned of the step too late. So announce the steps earlier.
+                self._notice = min(_LONGEST_NOTICE, 2 * self._notice)
             self._store.set("next", [number, self._schedule.upcoming(self._notice)])
         announced = self._await("next", number)
         if announced is not None:
@@ -190,9 +196,10 @@ class Peers:
         return announced is not None
 
     def _compare(self, number: int, step: int | None) -> tuple[bool, list[int], bool] | None:
-        """Publish this rank's copy of a generation, and wait until all ranks have done so. Return three
-        values: whether all ranks have a copy, the ranks whose copies another node must download, and whether
-        all copies are equal. Return ``None`` if this rank has meanwhile made a copy of another generation.
+        """Tell the other ranks the step and the checksum of this rank's copy for the generation ``number``,
+        and wait until all ranks have done so. Return three values: whether all ranks have a copy of the same
+        step, the ranks whose copies another node must download, and whether all copies are equal. Return
+        ``None`` if this rank has meanwhile made a copy for another generation.
         """
         if self._closed.is_set():
             raise _ClosedError
@@ -214,7 +221,7 @@ class Peers:
         return compared
 
     def _compared(self, copies: Sequence[Sequence[int] | None]) -> tuple[bool, list[int], bool]:
-        """Compare the copies of all ranks; see :meth:`_compare`."""
+        """Compare the steps and checksums of all ranks' copies. Return what :meth:`_compare` returns."""
         there = [copy for copy in copies if copy is not None]
         if len(there) < len(copies) or len({copy[0] for copy in there}) > 1:
             return False, [], False
@@ -229,8 +236,8 @@ class Peers:
         return None
 
     def _are_downloaded(self, number: int, step: int | None, senders: Sequence[int]) -> bool:
-        """Download the other rank's copy of ``step``, if it is needed. Wait until all ranks have done so.
-        Return true if no download has failed.
+        """Download the copy of ``step`` that a rank of another node has made, if this node needs it. Wait
+        until all ranks have done the same with theirs. Return true if no download has failed.
         """
         assert self.partner is not None
         if step is not None and self.partner.rank in senders:
@@ -246,8 +253,8 @@ class Peers:
         return bool(self._await("done", number))
 
     def _await(self, key: str, number: int) -> Any:
-        """Wait until rank 0 has set a key of the store for the generation ``number``. Return the value;
-        ``None`` if this rank has meanwhile made a copy of another generation.
+        """Wait until rank 0 has written a value for the generation ``number`` under a key of the store.
+        Return the value; ``None`` if this rank has meanwhile made a copy for another generation.
         """
         for _ in self._looks():
             if self._store.has(key) and (found := self._store.get(key))[0] == number:
@@ -257,7 +264,7 @@ class Peers:
         raise AssertionError
 
     def _looks(self) -> Iterator[None]:
-        """Yield now and after each of longer and longer pauses, so that the caller looks into the store."""
+        """Yield when the caller should look into the store: now, and after pauses that get longer."""
         delay = _FIRST_DELAY
         while True:
             yield
@@ -267,11 +274,11 @@ class Peers:
 
 
 class Partner:
-    """Downloads the copies of one rank of another node (the *other rank*, which has the same local rank) into
-    a file in the memory of this node's agent.
+    """Downloads the copies that a rank of another node makes of its state (the *other rank*, which has the
+    same local rank) into a file in the memory of this node's agent.
 
     Args:
-        plan: what the agent tells this worker, such as the place of that file.
+        plan: what the agent tells this worker, such as the place of the file for the downloads.
         nodes: for each node, its first rank and its number of ranks, which is the same for all nodes.
         own: the file with this rank's own copies.
         store: the store in which the other rank has published the address of its server.
@@ -279,7 +286,7 @@ class Partner:
         say: writes a line to the user.
 
     Raises:
-        OffError: the file cannot be opened.
+        OffError: the file for the downloads cannot be opened.
     """
 
     def __init__(
@@ -293,19 +300,21 @@ class Partner:
     ) -> None:
         self._own, self._store, self._closed, self._say = own, store, closed, say
         self._memory: int = plan["memory"]
-        # A slow download must not delay the other nodes for long, unless --keep-bandwidth makes it slow.
+        # Abort a download that is slower than this, because the other nodes wait for it. But let the user
+        # choose a slower one with --keep-bandwidth.
         self._least_rate = min(MIN_RATE, plan["bandwidth"] / 2) if plan["bandwidth"] else MIN_RATE
         self._world, self._local_rank = int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_RANK"])
         self._theirs = KeepFile(plan["partner_files"][self._local_rank])
         self._source = sources(len(nodes))[int(os.environ["GROUP_RANK"])]
         self.rank = nodes[self._source][0] + self._local_rank
-        """Number of the other rank."""
+        """The rank of another node whose copies this object downloads."""
         self._failures = 0
         """Number of failed downloads in a row."""
 
     def take(self, step: int, secured: int | None) -> None:
-        """Download the other rank's copy of a step, if it is not here yet. Do not replace that of the step
-        ``secured``. Tell the user if that fails.
+        """Download the other rank's copy of ``step``, unless this node has it. Do not overwrite the other
+        rank's copy of the step ``secured``, because all ranks can restore that one. Tell the user if the
+        download fails.
         """
         if self._failures == _MOST_FAILURES or self._theirs_of(step):
             return

@@ -41,7 +41,9 @@ _PREFIX = "kept-"
 _UNFINISHED = ".unfinished"
 _IN_USE = ".in-use-"
 _BUSY_LIMIT = 2.0
-"""Maximum seconds for which a job waits until another job, which may be ending, no longer uses the folder."""
+"""Maximum seconds for which a job waits until another job, which may be ending, no longer uses the folder of
+``--keep-save``.
+"""
 
 _TOGETHER = 600.0
 """Maximum seconds between the times at which two nodes of a job save their parts of the same state."""
@@ -217,7 +219,8 @@ def claim(parent: str, job: str) -> int:
     path, give_up_at = _mark_of(parent, job), time.monotonic() + _BUSY_LIMIT
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        # Another job may have deleted the file, as abandoned, before it was locked.
+        # Another job may have deleted the file before it was locked here, because an unlocked file of this
+        # kind looks like that of a job that has ended.
         is_own = _lock(descriptor, LOCK_SH) and _is_at(descriptor, path)
         others = [
             name.removeprefix(_IN_USE)
@@ -234,12 +237,14 @@ def claim(parent: str, job: str) -> int:
 
 
 def release(parent: str, job: str, descriptor: int) -> None:
-    """Remove what :func:`claim` has made, unless another agent of the job still uses the folder."""
+    """Delete the file with which :func:`claim` has marked the folder of ``--keep-save`` as used, unless
+    another agent of the job still uses the folder.
+    """
     try:
         if _lock(descriptor, LOCK_EX):
             os.unlink(_mark_of(parent, job))
     except OSError:
-        return  # The next job in this folder finds the file unlocked, and deletes it.
+        return  # The file stays, but unlocked, so the next job in this folder deletes it.
     finally:
         os.close(descriptor)
 
@@ -249,18 +254,20 @@ def _mark_of(parent: str, job: str) -> str:
 
 
 def _lock(descriptor: int, kind: int) -> bool:
-    """Return false if other processes have locked the file in a way that excludes this lock."""
+    """Lock an open file without waiting. Return false if another process has a lock that excludes this."""
     try:
         flock(descriptor, kind | LOCK_NB)
     except BlockingIOError:
         return False
     except OSError:
-        return True  # The file system has no locks.
+        return True  # The file system has no locks, so go on as if the file were locked.
     return True
 
 
 def _is_locked(parent: str, name: str) -> bool:
-    """Return true if agents of another job use the folder. Delete the mark of a job that has ended."""
+    """Return true if agents of another job still lock the file ``name``, with which that job has marked the
+    folder as used. If none does, the job has ended: delete the file.
+    """
     path = os.path.join(parent, name)
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)

@@ -34,10 +34,12 @@ at only one of the two copies.
 """
 
 _PAUSE = 0.01
-"""Seconds between two looks into the other ranks' files."""
+"""Seconds between two looks into the other ranks' files, to see whether these ranks have restored a step."""
 
 _EQUAL = 2
-"""Number of generations in a row whose copies must be equal, so that the state counts as replicated."""
+"""Number of generations (the copies of all ranks of one step) in a row in which all copies must be equal, so
+that all ranks count as having the same state.
+"""
 
 _REPLICATED_NS = 60_000_000_000
 """Minimum nanoseconds between two periodic copies if all ranks have the same state. Few are needed then,
@@ -45,14 +47,15 @@ because any rank that survives a failure can still copy the newest state.
 """
 
 _FIXED = 10
-"""Number of steps between two copies if rank 0 cannot tell this rank when to make them."""
+"""Number of steps between two periodic copies if this rank cannot read in rank 0's file when to make them."""
 
 
 class Generations:
-    """The periodic copies that the ranks of several nodes make at the same steps; those of one step are a
-    *generation*. A generation is *secured* when it is known that it can be restored: each rank has its copy,
-    and with ``--keep-peers``, another node has a second one. The training, the thread that copies, and the
-    thread of :class:`.Peers`, which talks to the other nodes, use this object.
+    """The periodic copies of the training state that the ranks of several nodes make at the same steps. The
+    copies of all ranks of one step are a *generation*. It is *secured* when this rank knows that its step can
+    be restored, because each rank has its copy, and with ``--keep-peers``, another node has a second one.
+    Three threads use this object: the one that trains, the one that copies the state, and the one of
+    :class:`.Peers`, which talks to the other nodes.
 
     Args:
         secured: the newest step of which every rank has a copy; ``None`` if there is none.
@@ -66,15 +69,17 @@ class Generations:
         self._ended: int | None = None
         self._steps_since = 0
         self.are_announced = False
-        """True if rank 0 announces each copy to the other ranks. Otherwise, all ranks know its step."""
+        """True if rank 0 announces the step of each copy. Otherwise, all ranks compute the same steps."""
         self.has_partners = False
-        """True if nodes keep second copies of each other's states."""
+        """True if nodes keep second copies of each other's training states (``--keep-peers``)."""
         self.are_compared = False
         """True while the ranks tell each other which copies they have."""
         self.is_closed = False
 
     def announce(self, step: int) -> None:
-        """Have the state copied when ``step`` ends. If it has ended already, there is no copy of it."""
+        """Note that rank 0 has announced a copy of the state at the end of ``step``. If this rank has ended
+        that step already, note that it has no copy of it.
+        """
         with self._changed:
             self._announced = step
             if self._ended is not None and self._ended >= step:
@@ -82,9 +87,9 @@ class Generations:
                 self._finish(step)
 
     def end_step(self, step: int) -> None:
-        """Note that this rank has ended a step. When it has ended two steps since its newest copy, all ranks
-        have completed that copy: before each change of its state, a rank waits for its own copy, and it
-        changes its state only when all ranks have ended the step before.
+        """Note that this rank has ended a step. If it is the second one after this rank's newest copy, all
+        ranks have completed their copies of the same step, because a rank changes its state in the first step
+        only when its own copy is complete, and in the second step only when all ranks have ended the first.
         """
         with self._changed:
             self._ended = step
@@ -98,8 +103,8 @@ class Generations:
             self._changed.notify_all()
 
     def is_due(self, before: int, step: int) -> bool:
-        """Return whether to copy the state at the end of ``step``, which follows ``before``, because the copy
-        has been announced.
+        """Return whether to copy the state at the end of ``step``, because rank 0 has announced a copy of
+        this step, or of one that the program has skipped since the step ``before``.
         """
         is_due = self._announced is not None and before < self._announced <= step
         if is_due and self._announced is not None:
@@ -107,8 +112,8 @@ class Generations:
         return is_due
 
     def begin_copy(self, step: int, number: int) -> None:
-        """Note that this rank is about to copy ``step``, for the generation with this number, which is larger
-        than those of earlier ones.
+        """Note that this rank is about to copy its state at the end of ``step``. The copy belongs to the
+        generation with this number, which is larger than the numbers of earlier generations.
         """
         with self._changed:
             self._copied, self._number, self._steps_since = step, number, 0
@@ -132,27 +137,31 @@ class Generations:
         self._changed.notify_all()
 
     def wait(self, seen: int | None) -> tuple[int, int | None]:
-        """Wait until this rank has made its copy of a generation after the one with the number ``seen``, or
-        has failed to do so. Return the generation's number and the step of the copy; ``None`` without one.
+        """Wait until this rank has made its copy for a generation after the one with the number ``seen``, or
+        has failed to do so. Return that generation's number, and the step of the copy, which is ``None`` if
+        the copy has failed.
         """
         with self._changed:
             self._changed.wait_for(lambda: self._finished != seen or self.is_closed)
             return self._finished, None if self.is_closed else self._copied
 
     def is_newest(self, number: int) -> bool:
-        """Return true if this rank has made no copy since that of the generation with this number."""
+        """Return true if this rank has made no copy for a later generation than the one with this number."""
         return self._finished == number
 
     def settle(self, step: int | None, *, is_secured: bool) -> None:
-        """Note whether the generation of ``step`` is secured. If not, its copies may be replaced."""
+        """Note whether the generation of ``step`` is secured, so that all ranks can restore the step. If not,
+        this rank may overwrite its copy of the step.
+        """
         with self._changed:
             if step is not None and step == self._copied:
                 self.secured, self._copied = (step, step) if is_secured else (self.secured, None)
                 self._changed.notify_all()
 
     def await_settled(self, limit: float, *, have_all_ended: bool) -> None:
-        """Wait until it is known whether the newest generation is secured, but at most ``limit`` seconds. If
-        all ranks have ended a step after it (``have_all_ended``), they have completed their copies.
+        """Wait until it is known whether the newest generation is secured, but at most ``limit`` seconds.
+        ``have_all_ended`` is true if all ranks have ended a step after their copies for this generation, and
+        so have completed these copies.
         """
         with self._changed:
             if have_all_ended:
@@ -169,11 +178,12 @@ class Generations:
 
 
 class Schedule:
-    """Decides which steps are copied periodically, and reads in the files of all ranks what these have done.
+    """Decides at the end of which steps this rank copies its state periodically, and reads in the files of
+    all ranks how far these have come.
 
     Args:
-        words: words of the head of the file in which this rank keeps copies of its state.
-        places: places of such files of all ranks, by rank; ``None`` if some are on other nodes.
+        words: the numbers at the start of the file in memory in which this rank keeps copies of its state.
+        places: for each rank, the place of its file; ``None`` if some ranks are on other nodes.
         rank: this rank.
         every: number of steps from one periodic copy to the next, as for :class:`.Keeper`.
         mode: a code of :class:`.Mode`: whether all ranks have the same state.
@@ -186,9 +196,9 @@ class Schedule:
         self._every, self._mode = every, mode
         self._peers: list[KeepFile] | None = None
         self.generations = Generations(None) if places is None else None
-        """The copies that the ranks of several nodes make; ``None`` if all ranks are on one node."""
+        """The periodic copies of the ranks of several nodes; ``None`` if all ranks are on one node."""
         self._equal_copies = 0
-        """Number of the latest generations in a row in which the copies of all ranks were equal."""
+        """Number of the latest steps in a row of which all ranks, on several nodes, had equal copies."""
         self._count = 0
         self._before: int | None = None
         self._stride = 1
@@ -241,8 +251,9 @@ class Schedule:
         return is_due
 
     def begin_generations(self, secured: int | None, has_partners: bool) -> Generations:
-        """Return the object by which the ranks of several nodes agree on copies. ``secured`` is the step that
-        all ranks restore. ``has_partners`` is true if nodes keep second copies of each other's states.
+        """Return the object by which the ranks of several nodes agree on the steps of their periodic copies.
+        ``secured`` is the step that all ranks restore; ``None`` if there is none. ``has_partners`` is true if
+        nodes keep second copies of each other's states.
         """
         self.generations = made = Generations(secured)
         self._equal_copies = _EQUAL * self._words[Head.WAS_REPLICATED]
@@ -250,22 +261,25 @@ class Schedule:
         return made
 
     def note_equal(self, are_equal: bool) -> None:
-        """Note whether the copies of all ranks of several nodes were equal. Also note in this rank's file if
-        all ranks have the same state, because after the loss of a node, its copies cannot be compared.
+        """Note whether all ranks, on several nodes, had equal copies of a step. Also write into this rank's
+        file whether all ranks count as having the same state. The agent could not find that out after the
+        loss of a node, because that node's copies would be lost, too.
         """
         self._equal_copies = self._equal_copies + 1 if are_equal else 0
         self._words[Head.WAS_REPLICATED] = int(self.is_replicated())
 
     def protected(self) -> set[int | None] | None:
-        """Return the steps whose copies this rank must not overwrite, if the ranks are on several nodes, and
-        may have different states. See :meth:`Generations.protected`.
+        """Return the steps whose copies this rank must not overwrite (see :meth:`Generations.protected`).
+        Return ``None`` if it may overwrite all, because all ranks are on one node or have the same state.
         """
         if self.generations is None or self.is_replicated():
             return None
         return self.generations.protected()
 
     def await_settled(self, limit: float, *, have_all_ended: bool) -> None:
-        """Wait until it is known which copies :meth:`protected` must return; see :class:`Generations`."""
+        """Wait until it is known whether all ranks can restore the step of this rank's newest copy, because
+        :meth:`protected` depends on that; see :meth:`Generations.await_settled`.
+        """
         if self.generations is not None:
             self.generations.await_settled(limit, have_all_ended=have_all_ended)
 
@@ -281,7 +295,7 @@ class Schedule:
         if self._every is not None:
             return -(-first // self._every) * self._every
         step = max(first, (self._announced or 0) + self._interval() * self._stride)
-        # Two copies in a row are an odd number of steps apart; see `_FIRST_AHEAD`.
+        # Two copies in a row must be an odd number of steps apart (see `_FIRST_AHEAD`). Add a step if not.
         is_even = self._announced is not None and (step - self._announced) // self._stride % 2 == 0
         self._announced = step + is_even * self._stride
         return self._announced
@@ -305,8 +319,8 @@ class Schedule:
         return max(_AHEAD, ceil(blocked / (_SHARE * step_ns)), ceil(least))
 
     def is_replicated(self) -> bool:
-        """Return true if all ranks have the same state. Assume so on one node until the first copies are
-        compared, and not on several nodes.
+        """Return true if all ranks have the same state. As long as no copies of all ranks have been compared,
+        assume that they have if they are on one node, and that they have not if they are on several nodes.
         """
         if self._mode != Mode.AUTO or self._equal_copies >= _EQUAL:
             return self._mode != Mode.SHARDED
@@ -332,7 +346,7 @@ class Schedule:
         try:
             return bool(files) and all(each.has_copy(step) for each in files)
         except (OSError, OffError):
-            return False  # The agent has ended, and the files were in its memory.
+            return False  # The files were in the memory of the agent, which has ended.
 
     def newest_ended(self) -> int:
         """Return the newest step that any of the ranks has ended; -1 if there is none."""
@@ -344,8 +358,8 @@ class Schedule:
         return any(each[Head.PID] and each[Head.RESTORED] != own for each in self._others())
 
     def has_another_restored(self, limit: float) -> bool:
-        """Wait until all other ranks of this node have restored a step, or could not do so, but at most
-        ``limit`` seconds. Return true as soon as one has restored a step.
+        """Wait until another rank of this node has restored a step, or all of them have failed to do so, but
+        at most ``limit`` seconds. Return true if one has restored a step.
         """
         give_up_at, others = monotonic() + limit, self._others()
         while not (has_restored := any(each[Head.RESTORED] for each in others)):

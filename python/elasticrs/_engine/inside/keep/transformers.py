@@ -385,11 +385,12 @@ class _Losses:
 
     def state_dict(self) -> dict[str, Any]:
         trainer = self._trainer
-        # The restored state waits here until the training begins. The process may end before.
+        # Return the restored state as long as the training has not begun, because the process may end before.
         if self._loaded or not hasattr(trainer, "_tr_loss"):
             return self._loaded
         total, coming = trainer._tr_loss, self.coming
-        is_on_cpu = total.device.type == "cpu"  # Reading it from a GPU would wait for the GPU.
+        # Do not read the sum from a GPU, because that would wait for the GPU.
+        is_on_cpu = total.device.type == "cpu"
         if (
             is_on_cpu
             and coming is not None
