@@ -1,5 +1,6 @@
-"""Find the rendezvous handler for a backend: first in elasticrs, then in the program, then in the entry
-points ``elasticrs.rendezvous_handlers`` and ``torchrun.handlers`` of installed packages.
+"""Finds the rendezvous handler for a backend: first among those of elasticrs, then among those that the
+program has registered, then in the entry points ``elasticrs.rendezvous_handlers`` and ``torchrun.handlers``
+of installed packages.
 
 A job on a single node gets a :class:`OneNodeRendezvous`, whatever its backend.
 
@@ -49,8 +50,9 @@ GROUPS = ("elasticrs.rendezvous_handlers", "torchrun.handlers")
 class OneNodeRendezvous(RendezvousHandler):
     """Rendezvous handler for a single-node job, with any back end.
 
-    With ``static`` and an endpoint, rank 0 hosts the workers' store there. Otherwise, this process serves a
-    new store in every round, or, with ``TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1``, reserves a port for rank 0.
+    With the back end ``static`` and an endpoint, rank 0 hosts the workers' store at this endpoint. Otherwise,
+    this process serves a new store in every round (an attempt of the workers), or, with
+    ``TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1``, reserves a port on which rank 0 serves it.
 
     Attributes:
         address: address of the workers' store.
@@ -96,7 +98,9 @@ class OneNodeRendezvous(RendezvousHandler):
         return RendezvousInfo(open_store(), 0, 1, RendezvousStoreInfo(self.address, port))
 
     def open_shared_store(self) -> Store:
-        """Return the current round's store. The first call starts its server, because few jobs need one."""
+        """Return the store of the current round. Only the first call of this method starts the store's
+        server, because few jobs need it.
+        """
         if self._store is None:
             from elasticrs._engine.nodes.transport.store import Requests
             from elasticrs.store import Store
@@ -107,11 +111,11 @@ class OneNodeRendezvous(RendezvousHandler):
     def _connect(self) -> NativeSession:
         from elasticrs.store import DistNetworkError
 
-        # Require a token, because other users of this machine can also connect to the port.
+        # The server requires a token of its clients, because other users of this machine can connect, too.
         token = os.urandom(16)
         try:
             if self._server is not None:
-                # An earlier call has started this server, but could not connect to it. Replace it.
+                # An earlier call of this method could not connect to the server that it started. Replace it.
                 self._server.close()
             self._server = Server([(_HOST, 0)], run_id=self._run_id, token=token)
             client = Client(_HOST, self._server.port, run_id=self._run_id, token=token, stall_timeout=None)
@@ -120,8 +124,9 @@ class OneNodeRendezvous(RendezvousHandler):
             raise DistNetworkError(f"the store of this node cannot be served: {error}") from error
 
     def next_round(self) -> Callable[[], Store]:
-        """Begin a round. Return the function that opens the round's store. The caller must assign the ranks.
-        Raise ``RendezvousClosedError`` after :meth:`set_closed`.
+        """Begin a round (an attempt of the workers). Return the function that opens the store of the round.
+        Unlike :meth:`next_rendezvous`, leave it to the caller to assign ranks and to choose a port. Raise
+        ``RendezvousClosedError`` after :meth:`set_closed`.
         """
         if self._is_closed:
             raise RendezvousClosedError(f"the rendezvous of job {self._run_id} is closed")

@@ -6,7 +6,7 @@ answer under a key of its own, which the calling agent watches.
 
 - **CALL-1** The function that takes the answers is called exactly once for each call: when all nodes have
   answered, after the time limit of the call, or when the connection to the store is lost.
-- **CALL-2** While nobody calls, the agents send nothing for this to the store.
+- **CALL-2** While no agent makes a call, calls cause no messages to the store.
 - **CALL-3** The keys of a call are deleted when it is over. They have leases, so the store deletes them
   itself if an agent dies.
 """
@@ -38,21 +38,25 @@ if TYPE_CHECKING:
 
     Answer: TypeAlias = Callable[[dict[str, Any]], None]
     Serve: TypeAlias = Callable[[dict[str, Any], Answer], None]
-    """Carries out the request of another agent, and answers once. Any thread may answer."""
+    """Function that carries out the request of another agent, and answers it once, on any thread."""
     Take: TypeAlias = Callable[[dict[int, dict[str, Any]]], None]
-    """Takes the answers to a call, by the group ranks of the nodes that have answered in time."""
+    """Function that gets the answers to a request, by the group ranks of the nodes that have answered."""
 
 MAX_ANSWER = 512 << 10
-"""Maximum size in bytes of an answer in the store, which accepts values of up to 1 MiB."""
+"""Maximum size in bytes of the answer to a request. The store accepts values of up to 1 MiB."""
 
 MAX_CALL = 8 << 10
 
 _MAX_SERVED = 64
-"""Number of the last calls that an agent remembers, because the store may report a call twice."""
+"""Number of other agents' requests, the latest ones, that an agent remembers. If the store reports one of
+them again, the agent does not carry it out again.
+"""
 
 
 class Place(Value):
-    """The part of this node in a round: the number of the round, the node's group rank, and all nodes."""
+    """Place of this node in a round (an attempt of all nodes): the number of the round, the node's group
+    rank, and the number of nodes.
+    """
 
     round: int
     group_rank: int
@@ -66,16 +70,16 @@ class _Call(Record):
 
 
 class Calls:
-    """Sends the calls of this agent, and passes the calls of other agents to :attr:`serve`.
+    """Sends requests to the agents of other nodes (calls), and passes their requests to :attr:`serve`.
 
     Args:
-        send: sends a request to the store. It may be called from any thread, and does nothing if there is no
-            connection.
-        keys: names of the job's keys.
+        send: function that sends an operation to the store. It may be called from any thread, and does
+            nothing if there is no connection.
+        keys: names of the job's keys in the store.
         agent: name of this agent.
         node: name of this node.
-        find_place: returns the part of this node in the last round that it has taken part in.
-        arm: starts a timer, which calls :meth:`expire` with its name after some seconds.
+        find_place: function that returns the place of this node in the last round that it has taken part in.
+        arm: function that starts a timer, after which :meth:`expire` is called with the timer's name.
     """
 
     def __init__(
@@ -96,16 +100,17 @@ class Calls:
         self._open: dict[str, _Call] = {}
 
     def listen(self, tag: int) -> None:
-        """Watch the calls of other agents, from now on until the connection to the store ends. Idempotent.
-        The reply with this ``tag`` has the calls that are open at that moment.
+        """Begin to watch the requests of other agents, until the connection to the store ends. Idempotent.
+        The store's reply, which has this ``tag``, contains the requests that are open at that moment.
         """
         if not self._is_listening:
             self._is_listening = True
-            # Other requests have tag 0, because the state machine of the rendezvous ignores such replies.
+            # This class sends everything else with tag 0, because nobody needs those replies, and the state
+            # machine of the rendezvous ignores replies with tag 0.
             self._send(Watch(tag, self._keys.calls, False))
 
     def lost(self) -> None:
-        """End all open calls, because the connection to the store is lost."""
+        """End all requests that wait for answers, because the connection to the store is lost."""
         self._is_listening = False
         for name in list(self._open):
             call = self._open.pop(name)
@@ -117,13 +122,13 @@ class Calls:
         return [] if place is None else [rank for rank in range(place.size) if rank != place.group_rank]
 
     def ask(self, order: Mapping[str, Any], ranks: Collection[int], limit: float, take: Take) -> None:
-        """Call the agents of some nodes, and return at once.
+        """Send a request to the agents of some nodes, and return without waiting for their answers.
 
         Args:
-            order: request to the agents, which may have at most :data:`MAX_CALL` bytes as JSON.
+            order: the request, which may have at most :data:`MAX_CALL` bytes as JSON.
             ranks: group ranks of the nodes.
-            limit: maximum seconds until ``take`` is called.
-            take: function that gets the answers.
+            limit: maximum seconds to wait for the answers.
+            take: function that is called with the answers.
         """
         self._count += 1
         name = f"{self._agent}/{self._count}"
@@ -138,7 +143,7 @@ class Calls:
         self._arm(self._keys.calls + name, limit)
 
     def expire(self, timer: str) -> bool:
-        """End the call whose time limit is over. Return false if the timer belongs to no call."""
+        """End the request whose time limit is over. Return false if the timer belongs to no request."""
         name = timer.removeprefix(self._keys.calls)
         if name == timer:
             return False
@@ -154,7 +159,9 @@ class Calls:
         call.take(call.answers)
 
     def take(self, changes: Sequence[Entry]) -> list[Entry]:
-        """Handle changes of keys in the store. Return the changes that do not belong to calls."""
+        """Handle changes of keys in the store that are requests to this agent, or answers to its requests.
+        Return the other changes.
+        """
         rest = []
         for change in changes:
             if change.key.startswith(self._keys.calls):
@@ -175,7 +182,7 @@ class Calls:
             call = decode(value)
             number, ranks, node, order = (call[each] for each in ("round", "to", "node", "order"))
         except (DamagedError, TypeError, LookupError):
-            return  # Another program has written this key.
+            return  # Some other program has written this key, so ignore it.
         if not (
             COUNT(number) and isinstance(ranks, list) and isinstance(node, str) and isinstance(order, dict)
         ):
@@ -192,7 +199,7 @@ class Calls:
         value = encode(fields)
         if len(value) > MAX_ANSWER:
             value = encode({"code": None, "message": f"the answer of node {self._node} is too large"})
-        # If the call is over, its key is gone. Then do not put an answer that nobody would delete.
+        # If the request is over, its key is gone. Then put no answer, because nobody would delete it.
         put = Put(f"{self._keys.answers}{name}/{group_rank}", value, True)
         self._send(Txn(0, [Exists(self._keys.calls + name)], [put]))
 

@@ -50,16 +50,20 @@ _PORT = "port"
 """Name of the timer for the next attempt to take the store's port back from the workers."""
 
 _LISTEN = "listen"
-"""Name of the timer for the moment at which this agent begins to watch the calls of other agents."""
+"""Name of the timer for the moment at which this agent begins to watch the requests of other agents."""
 
 _AFTER_START = 0.05
-"""Seconds from the start of a round until this agent watches calls, so that this does not delay the start."""
+"""Seconds after the start of a round (an attempt of all nodes) at which this agent begins to watch the
+requests of other agents. It does so only then, so that the workers start earlier.
+"""
 
 _NAMES = 1 << 62
 """Tag of the request for the nodes' names. The state machine's tags count from 1, so it ignores the reply."""
 
 _CALLS, _CLAIM = _NAMES + 1, _NAMES + 2
-"""Tags of two requests of this agent: to watch calls of other agents; to be the only node that is drained."""
+"""Tags of two operations that this agent sends to the store, by which it knows the replies: to watch the
+requests of other agents, and to record that this node is the only one that a user drains.
+"""
 
 MOST_NAMES = 10 * MEMBERS_PER_TXN
 """Maximum number of nodes whose names an agent reads from the store. If all agents are asked for their
@@ -220,7 +224,7 @@ class Driver:
 
     @property
     def calls(self) -> Calls:
-        """The calls between this agent and those of the other nodes."""
+        """Object that sends requests to the agents of the other nodes, and receives their requests."""
         if self._calls is None:
             from elasticrs._engine.nodes.calls import Calls
 
@@ -244,9 +248,9 @@ class Driver:
         return Place(head.round, slot.group_rank, head.size)
 
     def claim_drain(self, *, stays_out: bool, take: Callable[[bool], None]) -> None:
-        """Claim that this node is the only one that ``elasticctl`` drains in the running round. Then ``take``
-        gets the result: false if another node has claimed that, or if the round has ended. With
-        ``stays_out``, the job does not admit this node again.
+        """Record in the store that ``elasticctl`` drains this node (removes it from the job) in the running
+        round. Then call ``take`` with true, or with false if another node is being drained already, or if the
+        round has ended. With ``stays_out``, the job does not admit this node again.
         """
         member = self._member
         if member is None or member.link is None or member.head is None:
@@ -314,8 +318,9 @@ class Driver:
         return left
 
     def _is_of_calls(self, event: StoreEvent) -> bool:
-        """Handle what an event of the store tells this agent beside the rendezvous: the names of the nodes,
-        and calls of other agents. Return true if the state machine of the rendezvous needs nothing of it.
+        """Handle the parts of an event of the store that do not concern the rendezvous: the names of the
+        nodes, and requests and answers of other agents (:mod:`.calls`). Return true if nothing is left of
+        the event for the state machine of the rendezvous.
         """
         if isinstance(event, Reply):
             if event.tag == _NAMES:

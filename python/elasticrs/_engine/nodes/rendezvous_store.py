@@ -395,7 +395,7 @@ class RendezvousStore:
         return lost.message if todo is None else f"{lost.message}; {todo}"
 
     def send(self, request: Request) -> None:
-        """Send a request; do nothing without a session. Any thread may call this."""
+        """Send a request to the store. Do nothing without a connection to it. Any thread may call this."""
         if (session := self._session) is not None:
             session.send(request)
 

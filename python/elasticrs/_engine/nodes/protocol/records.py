@@ -107,12 +107,16 @@ class Keys:
         return f"{self.hosts}{_escaped(host)}/"
 
     def bar(self, node: str) -> str:
-        """Return the key of a node that this job admits no more, because a user has drained it for good."""
+        """Return the key that shows that a node must not join this job again, because a user has removed it
+        with ``elasticctl drain --stay-out``.
+        """
         return f"{self.barred}{_escaped(node)}"
 
     @property
     def calls(self) -> str:
-        """Prefix of the keys of :mod:`.calls`, outside of :attr:`prefix`, which leaders watch already."""
+        """Prefix of the keys for requests between agents (:mod:`.calls`). It does not begin with
+        :attr:`prefix`, because the leading agent already watches all keys below that.
+        """
         return f"{self.prefix[:-1]}%calls/"
 
     @property
@@ -120,7 +124,9 @@ class Keys:
         return f"{self.prefix[:-1]}%answers/"
 
     def leaving(self, round: int) -> str:  # noqa: A002 -- the field's own word
-        """Return the key that the node drained in this round has, so that only one is drained at a time."""
+        """Return the key of the node that a user drains (removes from the job) in this round. There is only
+        one such key, so that users cannot drain two nodes at a time.
+        """
         return f"{self.prefix[:-1]}%leaving/{round}"
 
     def rank(self, node_rank: int) -> str:

@@ -46,7 +46,8 @@ class Decisions(ABC):
             ``None`` if there is no such store.
         failed_elsewhere: true if this node's workers were stopped because workers on another node failed.
         can_end_job: true if a request to stop can also end the job on the other nodes.
-        serve: function that carries out the requests of agents of other nodes. Set before :meth:`open`.
+        serve: function that carries out requests of other nodes' agents. It is set before :meth:`open` is
+            called.
     """
 
     phase = machine.Phase.INIT
@@ -93,12 +94,15 @@ class Decisions(ABC):
 
     @property
     def calls(self) -> Calls | None:
-        """Object that sends requests to the agents of the other nodes; ``None`` if this agent cannot."""
+        """Object that sends requests to the agents of the other nodes. ``None`` if there are no other nodes,
+        or if the rendezvous handler of another package connects them.
+        """
         return None
 
     def claim_drain(self, *, stays_out: bool, take: Callable[[bool], None]) -> None:  # noqa: ARG002 -- as above
-        """Call ``take`` with true once this node is the only one that a user drains in the running round, and
-        with false if another one is being drained. With ``stays_out``, do not admit this node again.
+        """Record that a user drains this node (removes it from the job) in the running round. Then call
+        ``take`` with true, or with false if another node is being drained already. With ``stays_out``, the
+        job does not admit this node again.
         """
         raise RuntimeError("only a job of several nodes can be drained")
 
