@@ -1,7 +1,8 @@
 """Configuration of Sphinx for the documentation site, which `make docs` builds.
 
-The pages are the Markdown files that are also read in the repository. Only the pages in `docs/api` contain
-directives of Sphinx. The navigation is the list at the end of README.md, and the lists of two index pages.
+The pages of the site are the Markdown files that people also read in the repository. Only the pages in
+`docs/api` contain directives of Sphinx. The site's navigation is made from the list of pages at the end of
+README.md, and from the lists of two index pages.
 """
 
 import importlib
@@ -68,8 +69,9 @@ def load_names(_app: Sphinx) -> None:
 
 
 def add_navigation(_app: Sphinx, page: str, source: list[str]) -> None:
-    """Add a hidden table of contents to README.md and to the index pages, for each line of their lists of
-    pages, such as ``- Use it: [hangs](docs/hangs.md) · [logs](docs/logs.md)``.
+    """Add hidden tables of contents to README.md and to the index pages, because Sphinx makes the navigation
+    from these. Make one from each line of a list of pages, such as
+    ``- Use it: [hangs](docs/hangs.md) · [logs](docs/logs.md)``.
     """
     if page == root_doc:
         _, _, pages = source[0].partition("\n## Documentation\n")
@@ -87,7 +89,9 @@ def add_navigation(_app: Sphinx, page: str, source: list[str]) -> None:
 
 
 def show_pictures(_app: Sphinx, _page: str, source: list[str]) -> None:
-    """Replace each ``<picture>``, which is for GitHub, with two images, one for each theme of the site."""
+    """Replace each element ``<picture>``, which only GitHub understands, with two images: one for the light
+    and one for the dark theme of the site.
+    """
 
     def images_of(picture: re.Match[str]) -> str:
         dark, text, light = picture.groups()
@@ -107,13 +111,14 @@ NAMES_IN_TABLES = {
     "docs/metrics": r"elasticrs_\w+",
     "docs/several-nodes": "[a-z]+(?:_[a-z]+)+",
 }
-"""Patterns of the names in the first cells of tables that the search finds, by page."""
+"""For some pages, a pattern of names. The search finds those that stand in the first cells of table rows."""
 
 
 def add_index_entries(_app: Sphinx, page: str, source: list[str]) -> None:
-    """Add entries to the index of the site, because the search shows their pages first. The entries of an
-    option are its name and its variable. Tables of settings, metrics, events and variables have an entry for
-    each row. In all pages, ``<!-- index: exit code 93, SIGKILL -->`` adds some.
+    """Add entries to the index of the site, because the search shows first the pages to which entries of the
+    index lead. Add an entry for the name and one for the variable of each option, and one for each row of the
+    tables of settings, metrics, events and variables. In all pages, a comment such as
+    ``<!-- index: exit code 93, SIGKILL -->`` adds the entries that it lists.
     """
 
     def directives(names: Iterable[str]) -> str:
@@ -143,16 +148,18 @@ def add_index_entries(_app: Sphinx, page: str, source: list[str]) -> None:
 
 
 def mark_flags(_app: Sphinx, document: nodes.document, _page: str) -> None:
-    """Mark the options in the text, so that no line breaks at their hyphens."""
+    """Mark the names of options in the text, so that the style sheet can keep lines from breaking at their
+    hyphens.
+    """
     for literal in document.findall(nodes.literal):
         if literal.astext().startswith("-"):
             literal["classes"].append("flag")
 
 
 def label_cells(_app: Sphinx, document: nodes.document, _page: str) -> None:
-    """Put the title of its column into each cell of a table with three or more columns. The title is visible
-    on a phone, where each row becomes a card. Elsewhere, the columns of a table with four or more columns of
-    words are equally wide, because it would otherwise be wider than the page.
+    """Put the column's title into each cell of a table with three or more columns. The title is visible only
+    on a phone, where each row is shown as a card. Also mark tables with four or more columns of words. On
+    wide screens, their columns are equally wide, because such a table would otherwise be wider than the page.
     """
     for table in document.findall(nodes.table):
         titles = [

@@ -1,7 +1,7 @@
 """Set the version of the next release: ``make bump VERSION=1.2.3``.
 
-Writes it into ``Cargo.toml``, ``Cargo.lock`` and ``elasticrs.__version__``, and gives the changelog a section
-for it, with the text that stood under "Unreleased".
+Writes the version into ``Cargo.toml``, ``Cargo.lock`` and ``elasticrs.__version__``. Also gives the changelog
+a section for the version, with the text that stood under "Unreleased".
 """
 
 import re
@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parent.parent
 UNRELEASED = "## [Unreleased]\n"
 
 Change = Callable[[str, str, str], str]
-"""Returns the new text of a file, from its text, the version and the date."""
+"""Function that returns the new text of a file. Its arguments are the old text, the version and the date."""
 
 
 def _manifest(text: str, version: str, _date: str) -> str:
@@ -22,7 +22,7 @@ def _manifest(text: str, version: str, _date: str) -> str:
 
 
 def _lock(text: str, version: str, _date: str) -> str:
-    # Packages of other projects have a line with their source after the version.
+    # Do not change the packages of other projects, which have a line with their source after the version.
     ours = r'(?<=^name = "elasticrs)(.*"\nversion = )".*"$(?!\nsource)'
     return re.sub(ours, rf'\1"{version}"', text, flags=re.MULTILINE)
 
@@ -46,18 +46,18 @@ FILES: Mapping[str, Change] = {
 
 
 def bumped(root: Path, version: str, date: str) -> dict[str, str]:
-    """Return the new texts of the files that contain the version, by their paths.
+    """Return the new texts of all files that contain the version, by the paths of the files.
 
     Args:
-        root: folder of the project, below which the paths begin.
-        version: such as ``1.2.3``.
-        date: of the release, such as ``2026-01-31``.
+        root: folder of the project; the paths are relative to it.
+        version: the new version, such as ``1.2.3``.
+        date: date of the release, such as ``2026-01-31``.
     """
     return {name: change((root / name).read_text("utf-8"), version, date) for name, change in FILES.items()}
 
 
 def main() -> None:
-    """Write the files with the version that the command line names."""
+    """Write the version that the command line names into the files."""
     version = sys.argv[-1]
     if len(sys.argv) != 2 or not re.fullmatch(r"\d+\.\d+\.\d+((a|b|rc)\d+)?", version):
         sys.exit("bump: name the version, such as 1.2.3: make bump VERSION=1.2.3")

@@ -122,15 +122,15 @@ QUERIES = {
     "NCCL timeout": "docs/failures",
     "resume": "docs/restarts",
 }
-"""Texts for which people search, and the page that the search has to show first."""
+"""For each text for which people search on the site, the page that the search has to show first."""
 
 
 def unfound(site: Path, queries: Mapping[str, str]) -> Iterator[str]:
-    """Yield a line for each query for which the search does not show the right page first.
+    """Yield a message for each query for which the site's search does not show the right page first.
 
-    The search compares the query with the entries of the index. An entry is a result if it contains the
-    query, and the query has at least half of its length. The nearer the lengths, the better is the result.
-    Results of other kinds come later.
+    The search compares the query with the entries of the site's index. An entry is a result if it contains
+    the query, and the query is at least half as long as the entry. The nearer the two lengths are, the
+    earlier the search shows the result. Pages that contain the query only in their text come later.
     """
     text = (site / "searchindex.js").read_text(encoding="utf-8")
     index = json.loads(text.removeprefix("Search.setIndex(").removesuffix(")"))

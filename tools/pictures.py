@@ -1,11 +1,12 @@
 """Make the pictures in ``docs/pictures`` from real runs: ``make pictures``.
 
-``--record`` runs the jobs, and replaces their records: recordings of a terminal as ``NAME.cast`` (asciicast,
-version 2, which asciinema plays), and the times of restarts as ``restart.json``. Without the option, only the
-pictures are drawn again, from these records and from the table of ``docs/benchmarks.md``. The same records
-always give the same pictures, so a test compares the pictures in the repository with the records.
+With ``--record``, this program runs jobs, and replaces the records of them: ``NAME.cast`` has what a terminal
+showed (as asciicast, version 2, which asciinema plays), and ``restart.json`` has the times of restarts.
+Without the option, it only draws the pictures again, from these records and from the table of
+``docs/benchmarks.md``. The same records always give the same pictures, so a test can compare the pictures in
+the repository with the records.
 
-Each picture exists twice, for a light and for a dark background. Fonts are those of the reader's machine.
+Each picture exists twice, for a light and for a dark background. The fonts are those of the viewer's machine.
 """
 
 import argparse
@@ -58,7 +59,7 @@ SANS = "system-ui,-apple-system,'Segoe UI',Roboto,'DejaVu Sans',sans-serif"
 
 
 def svg(width: int, height: int, title: str, style: str, body: Sequence[str]) -> str:
-    """Return an SVG document. ``title`` is what a screen reader says."""
+    """Return an SVG document with these elements. ``title`` is what a screen reader says for the picture."""
     head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}"'
     head += f' height="{height}" role="img" aria-label={quoteattr(title)}>'
     return "\n".join([head, f"<style>{style}</style>", *body, "</svg>", ""])
@@ -69,18 +70,18 @@ def svg(width: int, height: int, title: str, style: str, body: Sequence[str]) ->
 COLUMNS = 100
 LINE, CHARACTER, MARGIN, TOP = 20, 8.0, 16, 40
 LONGEST_WAIT = 1.6
-"""Seconds to which the pauses of a recording are shortened in the picture."""
+"""Maximum seconds of a pause in the picture; longer pauses of a recording are shortened to this."""
 LAST, FIRST = 4.0, 1.5
-"""Seconds for which the picture shows the end before it begins again, and the first time. It begins with the
-end, because a viewer without animations shows only that.
+"""Seconds for which the animated picture shows the end of the recording: after each run, and when it begins.
+It begins with the end, because a viewer without animations shows only the beginning.
 """
 
 Cast = tuple[dict[str, Any], list[tuple[float, str]]]
-"""The header of a recording, and its output: seconds since the start, and the text."""
+"""The header of a recording, and each text that was printed, with its time in seconds since the start."""
 
 
 def read_cast(name: str) -> Cast:
-    """Return the recording ``NAME.cast``."""
+    """Read the recording of a terminal in the file ``NAME.cast``."""
     header, *events = (FOLDER / f"{name}.cast").read_text(encoding="utf-8").splitlines()
     return json.loads(header), [(at, text) for at, _, text in map(json.loads, events)]
 
@@ -101,7 +102,9 @@ COLOURED = (
     (r"\brank \d+ did not enter it: it is in \w+ \([\w.:]+\)|\bcalled at [\w.:]+", "r"),
     (r"\b(?:0 steps(?: lost)?|succeeded)\b", "g"),
 )
-"""Patterns of what the picture colours, and the class of the style. The launcher itself prints no colours."""
+"""Patterns of the texts that the picture shows in a style, and the name of the style. The launcher prints no
+colours itself.
+"""
 
 
 def draw_cast(cast: Cast, theme: Theme) -> str:
@@ -143,7 +146,7 @@ def _folded(lines: Sequence[tuple[float, str]]) -> Iterator[tuple[float, str]]:
         if is_traceback and len(some) > 10:
             between = f"[… {len(some) - 2} lines of the traceback …]"
             some = [some[0], (some[0][0], between), some[-1]]
-        # Emojis have another width.
+        # Remove emojis, because they have another width than the other characters.
         yield from ((at, re.sub("[^\0-\ufdff]", "", line)) for at, line in some)
 
 
@@ -161,11 +164,12 @@ def record_cast(name: str, title: str, command: str, accidents: Sequence[tuple[i
     """Run a command in a terminal, and write what it shows to ``NAME.cast``.
 
     Args:
-        name: of the file, without its suffix.
+        name: name of the file, without its suffix.
         title: what the recording shows.
-        command: starts a job with the demo's training script, which is ``train.py`` in the current directory.
-        accidents: the workers that fail, as in :data:`elasticrs.demo.__main__.ACCIDENTS`. If the
-            job waits for a second node, a second agent joins it, and is killed after 100 steps.
+        command: command that starts a job with the demo's training script, which is ``train.py`` in the
+            current directory. If the job waits for a second node, this function starts a second agent, too,
+            and kills it after 100 steps.
+        accidents: the failures of workers, as in :data:`elasticrs.demo.__main__.ACCIDENTS`.
     """
     with tempfile.TemporaryDirectory() as folder:
         shutil.copy(DEMO, folder)
@@ -196,7 +200,7 @@ def record_cast(name: str, title: str, command: str, accidents: Sequence[tuple[i
             try:
                 text = os.read(primary, 1 << 16).decode(errors="replace")
                 text = text.replace(f"{folder}/", "").replace(f"{ROOT}/", "")
-            except OSError:  # the terminal is closed on the other side
+            except OSError:  # The job has ended, and has closed its side of the terminal.
                 break
             output.append([round(time.monotonic() - begin, 3), "o", text])
             if other is None and "have joined" in text:
@@ -225,7 +229,7 @@ def record_cast(name: str, title: str, command: str, accidents: Sequence[tuple[i
 
 
 def record_casts() -> None:
-    """Record a hang, an exception and the loss of a node."""
+    """Record what the launcher prints at a hang, at an exception and at the loss of a node."""
     one = "elasticrun --standalone --nproc-per-node 4 --max-restarts 3 --warm auto"
     record_cast(
         "hang",
@@ -246,23 +250,25 @@ def record_casts() -> None:
     )
 
 
-# --- restarts side by side ---
+# --- times of restarts, side by side ---
 
 STAMP = re.compile(r"stamp (?P<what>\w+) rank=\d+ step=(?P<step>\d+) ns=(?P<ns>\d+) pid=(?P<pid>\d+)")
 KILLED_IN = 65
-"""Step in which a worker is killed. The training saves a checkpoint every 25 steps."""
+"""Training step in which a worker is killed. The training saves a checkpoint every 25 steps."""
 PHASES = ("stop the others, start new workers", "import torch, build and load the model", "repeat lost steps")
 WITHOUT_KEEP = (
     (r"\n +keep = Keep\(\*\*objects\)  # keep", ""),
     (r"keep\.restore\(default=lambda: (.*)\)  # keep", r"\1"),
     (r"\n +keep\.step\(step\)  # keep", ""),
 )
-"""What turns ``examples/keep/train.py`` into a script that knows only its checkpoint."""
+"""Replacements that turn ``examples/keep/train.py`` into a script without ``Keep``, which can continue only
+from its checkpoint: patterns, and what replaces them.
+"""
 
 
 def record_restarts() -> None:
-    """Kill a worker under torchrun and elasticrun, and write how long the phases of the restart took in the
-    second fastest of three runs.
+    """Kill a worker of a job under torchrun, and under elasticrun with several options. Write the times that
+    the phases of the restart took into ``restart.json``, each time those of the second fastest of three runs.
     """
     ours = [sys.executable, "-m", "elasticrs.launch"]
     jobs: tuple[tuple[str, list[str], bool], ...] = (
@@ -290,7 +296,8 @@ def _restart(launcher: Sequence[str], keeps: bool) -> dict[str, Any]:
         Path(folder, "train.py").write_text(script, encoding="utf-8")
         command = [*launcher, "--standalone", "--nproc-per-node", "4", "--max-restarts", "1"]
         command += ["train.py", "--stamps", "--steps", "120", "--accidents", f"kill:{KILLED_IN}"]
-        # With the variable, restarted workers of torchrun do not find the addresses of the attempt before.
+        # Without the second variable, restarted workers of torchrun would read the addresses of the attempt
+        # before in the store that the agent shares with them.
         variables = {"OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
         killed, started, stamps = 0, 0.0, []
         environment = {**os.environ, **variables}
@@ -312,7 +319,7 @@ def _restart(launcher: Sequence[str], keeps: bool) -> dict[str, Any]:
 
 
 def draw_restarts(rows: Sequence[Mapping[str, Any]], theme: Theme) -> str:
-    """Draw the phases of the restarts as bars, one below the other."""
+    """Draw a bar for each restart, one below the other. The bar's colours show the phases of the restart."""
     left, right, height, top = 190, 190, 34, 66
     width = 840
     scale = (width - left - right) / max(row["ends"][-1] for row in rows)
@@ -348,7 +355,7 @@ def _seconds(value: float) -> str:
     return f"{value:.1f} s" if value >= 1 else f"{1000 * value:.0f} ms"
 
 
-# --- bars of the table of benchmarks ---
+# --- bars for the figures in the table of benchmarks ---
 
 BARS = (
     "launch: last worker's first line",
@@ -359,11 +366,13 @@ BARS = (
     "idle: resident size",
     "idle: CPU of one core",
 )
-"""Rows of the first table of ``docs/benchmarks.md``."""
+"""Names of the rows of the first table of ``docs/benchmarks.md`` for which bars are drawn."""
 
 
 def figures() -> dict[str, tuple[str, str]]:
-    """Return the figures of torchrun and elasticrs in the first table of ``docs/benchmarks.md``, by row."""
+    """Return the figures of torchrun and elasticrs in the first table of ``docs/benchmarks.md``, by the names
+    of the rows.
+    """
     page = (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8")
     found: dict[str, tuple[str, str]] = {}
     for line in page.splitlines():
@@ -374,7 +383,9 @@ def figures() -> dict[str, tuple[str, str]]:
 
 
 def draw_bars(rows: Mapping[str, tuple[str, str]], theme: Theme) -> str:
-    """Draw two bars for each figure: that of torchrun in full length, and that of elasticrs in proportion."""
+    """Draw two bars for each row of the table: one of full length for torchrun, and one for elasticrs, whose
+    length is in proportion.
+    """
     left, right, width, height, top = 290, 110, 840, 46, 44
     bottom = top + height * len(rows)
     style = f"text{{font:13px {SANS};fill:{theme.ink}}}.f{{fill:{theme.faint}}}.n{{font-weight:600}}"
@@ -396,7 +407,7 @@ def draw_bars(rows: Mapping[str, tuple[str, str]], theme: Theme) -> str:
 
 
 def main() -> None:
-    """Draw the pictures, and record the runs before if the option says so."""
+    """Draw the pictures. With ``--record``, record the runs first."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--record", action="store_true", help="run the jobs, and replace their records")
     arguments = parser.parse_args()
@@ -409,7 +420,7 @@ def main() -> None:
 
 
 def pictures() -> dict[str, str]:
-    """Draw all pictures. Return them by the names of their files."""
+    """Draw all pictures. Return their texts (SVG) by the names of their files."""
     drawn = {}
     for theme in (LIGHT, DARK):
         for path in sorted(FOLDER.glob("*.cast")):

@@ -1,7 +1,8 @@
-"""Write the options into ``docs/options.md``, from the table of options from which ``--help`` is made, too.
+"""Write the descriptions of the options in ``docs/options.md``, from the table of options from which the
+launcher also makes ``--help``.
 
-The text above the first option is written by hand and is kept. ``--check`` writes nothing. The exit code is
-then 1 if the page differs from the table.
+The text above the first option is written by hand, and stays. With ``--check``, nothing is written, and the
+exit code is 1 if the page differs from what would be written.
 """
 
 import re
@@ -19,12 +20,12 @@ BEGIN = "<!-- Written by tools/reference.py. -->\n"
 
 
 class More(NamedTuple):
-    """What the page says about an option beyond its help.
+    """What ``docs/options.md`` says about an option in addition to the text of ``--help``.
 
     Args:
-        example: a value for the example; empty for a flag.
+        example: a value of the option for the example on the page; empty for a flag, which has no value.
         text: further sentences in Markdown.
-        torchrun: what torchrun does otherwise, if it has the option.
+        torchrun: what torchrun does differently, if it also has the option; empty if nothing.
     """
 
     example: str = ""
@@ -123,7 +124,7 @@ MORE = {
 
 
 def page() -> str:
-    """Return the whole page."""
+    """Return the whole new text of ``docs/options.md``."""
     by_hand, _, _ = PAGE.read_text(encoding="utf-8").partition(BEGIN)
     lines = [f"{by_hand}{BEGIN}"]
     for title, options in SECTIONS.items():
@@ -133,7 +134,7 @@ def page() -> str:
 
 
 def entry(option: Option) -> str:
-    """Return the heading and the text of an option."""
+    """Return the heading and the description of an option, in Markdown."""
     more = MORE[option.name]
     words = [f"-{option.short}, {option.flag}" if option.short else option.flag]
     words += [option.kind.metavar] if option.kind else []
@@ -151,7 +152,7 @@ def entry(option: Option) -> str:
 
 
 def main() -> int:
-    """Write the page, or check it. Return the exit code."""
+    """Write ``docs/options.md``, or only check it. Return the exit code."""
     text = page()
     if sys.argv[1:] != ["--check"]:
         PAGE.write_text(text, encoding="utf-8")

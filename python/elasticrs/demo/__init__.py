@@ -1,1 +1,1 @@
-"""The demo: ``python -m elasticrs.demo`` runs :mod:`.demo.train` with four workers, two of which fail."""
+"""The demo: ``python -m elasticrs.demo`` runs a small training with four workers, two of which fail."""

@@ -1,4 +1,5 @@
-"""Trains a small model with four workers, kills one of them, lets another one hang, and tells what it costs.
+"""Trains a small model with four workers, lets one of them be killed and another one hang, and tells how much
+time and how many training steps this cost.
 
 ``python -m elasticrs.demo`` needs torch and about ten seconds on two cores. It uses no GPU and no network. It
 exits with 1 if something is not as promised: a training step was lost, another rank was blamed for the hang,
@@ -23,7 +24,9 @@ WORDS = {"killed": "was killed by SIGKILL", "hung": "began to wait for a batch t
 
 
 class Accident(NamedTuple):
-    """A failure of a worker in the training: its rank, the step in which it fails, and a key of ``WORDS``."""
+    """A failure of a worker in the training: the worker's rank, the training step in which it fails, and how
+    it fails (a key of ``WORDS``).
+    """
 
     rank: int
     step: int
@@ -31,7 +34,7 @@ class Accident(NamedTuple):
 
 
 ACCIDENTS = (Accident(2, 101, "killed"), Accident(1, 201, "hung"))
-"""The failures that end the first attempt and the second one."""
+"""The failures that end the first attempt of the job and the second one."""
 
 
 def main() -> int:
@@ -44,15 +47,15 @@ def main() -> int:
 
 
 def run(folder: Path) -> int:
-    """Train, and print what happened. Return the exit code.
+    """Run the training with the launcher, and print what happened. Return the exit code.
 
     Args:
-        folder: an empty folder for the events of the agent and the records of the workers.
+        folder: an empty folder for the files in which the agent and the workers record what happens.
     """
     records, events = folder / "records.jsonl", folder / "events.jsonl"
     options = ["--standalone", f"--nproc-per-node={WORKERS}", "--max-restarts=3", "--hang-timeout=2"]
     options += ["--warm=auto", f"--event-log-handler=file:{events}"]
-    # Train with a copy, because reports do not name lines of elasticrs itself.
+    # Run a copy of the script, because the launcher's reports do not name lines of the package elasticrs.
     script = Path(shutil.copy(Path(__file__).with_name("train.py"), folder))
     print(f"$ elasticrun {' '.join(options[:-1])} {script.name}", flush=True)
     variables = {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore:Failed to initialize NumPy"}
@@ -69,7 +72,7 @@ def _read(file: Path) -> list[dict[str, Any]]:
 
 
 class Story(NamedTuple):
-    """What the demo tells about the job, and the promises that the job broke."""
+    """What the demo tells about the job: an account of what happened, and the promises that were broken."""
 
     account: list[str]
     broken: list[str]
@@ -81,7 +84,7 @@ def tell(code: int, records: Sequence[Mapping[str, Any]], events: Sequence[Mappi
     Args:
         code: exit code of the launcher.
         records: what the workers recorded (see ``record`` in ``train.py``), in the order of time.
-        events: events of the agent.
+        events: events that the agent recorded (``--event-log-handler``).
     """
     account = ["What happened"]
     broken = [] if code == 0 else [f"the launcher ended with exit code {code}"]

@@ -1,7 +1,7 @@
 """Trains a model to tell which of three spirals a point belongs to, in each worker of the demo.
 
-The lines with the comment ``# keep`` are all that the script needs, so that no step is lost when a worker
-fails. ``python -m elasticrs.demo`` runs the script, and sets the variable that lets two of the workers fail.
+The lines with the comment ``# keep`` are all that the script needs so that no training step is lost when a
+worker fails. ``python -m elasticrs.demo`` runs it, and sets a variable that makes two of the workers fail.
 """
 
 import json
@@ -23,9 +23,9 @@ from elasticrs import Keep  # keep
 STEPS = 300
 ATTEMPT = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
 ACCIDENTS = json.loads(os.environ.get("ELASTICRS_DEMO_ACCIDENTS", "[]"))
-"""For each attempt that fails: the rank, the step of the failure, and ``killed``, ``raised`` or ``hung``."""
+"""For each attempt that is to fail: rank and step of the failure, and ``killed``, ``raised`` or ``hung``."""
 RECORDS = os.environ.get("ELASTICRS_DEMO_RECORDS")
-"""The file to which the workers append what they have done, as a JSON object per line."""
+"""The file to which the workers append what they have done, in lines that are JSON objects."""
 
 
 def main() -> None:
@@ -36,7 +36,7 @@ def main() -> None:
     model = nn.Sequential(nn.Linear(2, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 3))
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
     ddp = DistributedDataParallel(model)
-    torch.manual_seed(1 + dist.get_rank())  # other points on each rank
+    torch.manual_seed(1 + dist.get_rank())  # Each rank draws other points.
 
     keep = Keep(model=model, optimizer=optimizer)  # keep
     step = begin = keep.restore(default=0)  # keep
@@ -63,7 +63,7 @@ def main() -> None:
 
 
 def draw(count: int) -> tuple[Any, Any]:
-    """Return random points near three spirals, and the number of each point's spiral."""
+    """Draw random points near three spirals. Return them, and for each point the number of its spiral."""
     spirals = torch.randint(3, (count,))
     radius = torch.rand(count)
     angle = 4 * radius + spirals * (2 * torch.pi / 3) + 0.1 * torch.randn(count)
@@ -71,7 +71,7 @@ def draw(count: int) -> tuple[Any, Any]:
 
 
 def next_batch(step: int) -> tuple[Any, Any]:
-    """Return the batch of a step. If the worker is to fail in this step, it does that instead."""
+    """Return the batch for a step. If this worker is to fail in this step, let it fail instead."""
     for attempt, (rank, at, what) in enumerate(ACCIDENTS):
         if (attempt, rank, at) == (ATTEMPT, dist.get_rank(), step):
             record(what)
@@ -85,7 +85,7 @@ def next_batch(step: int) -> tuple[Any, Any]:
 
 
 def record(what: str, **values: float) -> None:
-    """Append what this worker has done to the file of the demo."""
+    """Append what this worker has done to the file that ``RECORDS`` names."""
     if RECORDS:
         line = json.dumps(
             {"what": what, "attempt": ATTEMPT, "pid": os.getpid(), "time": time.time(), **values}
@@ -96,6 +96,6 @@ def record(what: str, **values: float) -> None:
 
 if __name__ == "__main__":
     main()
-    # Skip the interpreter's shutdown, because threads of gloo sometimes abort it.
+    # Skip the interpreter's shutdown, because threads of the library gloo sometimes abort the process there.
     sys.stdout.flush()
     os._exit(0)
