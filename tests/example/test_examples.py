@@ -11,11 +11,13 @@ from elasticrs._engine.job.options import parse
 
 HERE = Path(__file__).parent
 EXAMPLES = HERE.parents[1] / "examples"
+SHARED = ("task.py", "agents.py", "browser.py")
+"""Files that examples and demos import."""
 FRAMEWORKS = ("accelerate_loop", "fabric_loop", "huggingface_trainer", "lightning_trainer")
 SCRIPTS = sorted(
     str(path.relative_to(EXAMPLES))
     for path in (*EXAMPLES.glob("*.py"), *EXAMPLES.glob("*/train.py"))
-    if path.name != "task.py"
+    if path.name not in SHARED
 )
 EPOCHS = 3
 
