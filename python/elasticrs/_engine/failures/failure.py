@@ -5,8 +5,8 @@ Workers import this module, so imports that are needed only after a failure are 
 The root cause is the failure that came first and caused the others:
 
 - **ROOT-0** The nodes' agreement on a root cause takes precedence over what a single node saw first.
-- **ROOT-1** The root cause is the worker whose exit was noticed first. If times are equal, the first in the
-  mapping counts.
+- **ROOT-1** The root cause is the worker whose exit was noticed first. If times are equal, the worker that
+  comes first in the argument counts.
 - **ROOT-2** A worker that elasticrs had signalled before it exited is a victim. A victim is chosen as root
   cause only if no other worker failed.
 - **ROOT-3** A worker that recorded an uncaught error *before* the first exit was noticed is not a victim. It
@@ -16,7 +16,7 @@ The root cause is the failure that came first and caused the others:
   only report a lost peer are consequences if they were raised in the five seconds before this exit, because
   a process closes its connections before the kernel reports its exit.
 - **ROOT-5** If these times are missing (in failures that code written for torch creates), the smallest
-  timestamp in seconds counts, as in torch. If timestamps are equal, the first in the mapping counts.
+  timestamp in seconds counts, as in torch. If timestamps are equal, the first one in the argument counts.
 - **ROOT-6** An exception that only reports a lost or silent peer is a consequence, unless no other worker
   failed by itself within five seconds.
 """
@@ -38,12 +38,12 @@ if TYPE_CHECKING:
     from elasticrs._core import WorkerExited
     from elasticrs._engine.job.failure_cause import Cause, Clock
 
-# --- the files of a worker, whose paths begin with that of its error file ---
+# --- the files of a worker, whose paths begin with the path of its error file ---
 
 _STACK_LIMIT = 16384
 _ERROR_FILE_LIMIT = 1 << 20
-"""Maximum number of bytes to read of an error file, because a restart waits for it. Of a larger file, only
-the first line of the message and elasticrs's data at the end are used.
+"""Maximum number of bytes to read of an error file, because a restart waits until it is read. Of a larger
+file, only the first line of the message and elasticrs's data at the end are used.
 """
 _TEXT_LIMIT = 1 << 16
 """Maximum number of characters of a text in an error file. Longer texts are shortened in the middle."""
@@ -57,7 +57,7 @@ OWN_THREAD = "/elasticrs/_engine/inside/flight.py"
 
 
 def hang_file(error_file: str) -> str:
-    """Return the path for a hung worker's stacks. Workers with different error files have different paths."""
+    """Return the path of the file for the Python stacks of a hung worker, which has the given error file."""
     folder, name = os.path.split(error_file)
     return os.path.join(folder, "hang.txt" if name == "error.json" else f"{name}.hang.txt")
 
@@ -68,22 +68,30 @@ def fault_file(error_file: str) -> str:
 
 
 def flight_record_file(error_file: str) -> str:
-    """Return the path to which a worker writes torch's flight record when the agent requests it."""
+    """Return the path to which a worker writes its flight record (torch's log of collectives) when the agent
+    requests it.
+    """
     return f"{error_file}.flight"
 
 
 def last_record_file(error_file: str) -> str:
-    """Return the path of the flight record that a worker writes when it fails because another one is lost."""
+    """Return the path to which a worker writes its flight record (torch's log of collectives) when it fails
+    because another worker is lost.
+    """
     return f"{error_file}.flight_at_exit"
 
 
 def flight_requests_file(error_file: str) -> str:
-    """Return the path of the FIFO for requests of flight records. It exists while the worker reads it."""
+    """Return the path of the FIFO through which the agent asks a worker for its flight record (torch's log of
+    collectives). The FIFO exists while the worker reads it.
+    """
     return f"{error_file}.flight_requests"
 
 
 def flight_dumps(error_file: str) -> str:
-    """Return the path of NCCL's flight records (``TORCH_FR_DUMP_TEMP_FILE``). Torch appends a rank to it."""
+    """Return the path to which NCCL's watchdog writes flight records (torch's logs of collectives). It is the
+    value of ``TORCH_FR_DUMP_TEMP_FILE``, to which torch appends the worker's rank.
+    """
     return f"{error_file}.flight_dump_"
 
 
@@ -108,7 +116,7 @@ def _is_file(path: str, since: float) -> bool:
 
 
 def error_file_of(error_file: str, pid: int) -> str:
-    """Return the path to which a replaced worker's error file is renamed."""
+    """Return the path to which the error file of a worker is renamed when another worker replaces it."""
     folder, name = os.path.split(error_file)
     return os.path.join(folder, f"of_{pid}_{name}")
 
@@ -150,8 +158,8 @@ class EmptyFileError(ValueError):
 
 
 def message_of(data: Mapping[str, Any]) -> tuple[str | dict[str, Any], int]:
-    """Return the message and the timestamp (seconds since 1970) from an error file, in torch's nested form or
-    the flat form. Raise ``ValueError`` for any other contents.
+    """Return the message and the timestamp (seconds since 1970) from an error file. It has these in one of
+    two forms: as torch writes them, in an object ``message``, or directly. Raise ``ValueError`` for others.
     """
     if "message" not in data:
         raise ValueError("no `message` in it")
@@ -165,8 +173,8 @@ def message_of(data: Mapping[str, Any]) -> tuple[str | dict[str, Any], int]:
 
 
 def load_object(path: str) -> dict[str, Any]:
-    """Read a JSON object that another program has written. Raise :class:`EmptyFileError` for an empty file,
-    and ``ValueError`` if no JSON object is found.
+    """Read the JSON object in an error file, which may be damaged. Raise :class:`EmptyFileError` for an empty
+    file, and ``ValueError`` if no JSON object is found.
     """
     import json
 
@@ -189,7 +197,9 @@ def load_object(path: str) -> dict[str, Any]:
 
 
 def _parts(beginning: bytes, end: bytes, written: float, size: int) -> dict[str, Any]:
-    """Return the contents that are used of an error file above the limit; see :data:`_ERROR_FILE_LIMIT`."""
+    """Return the contents of an error file that is larger than :data:`_ERROR_FILE_LIMIT`, but only the first
+    line of its message, and elasticrs's data at its end.
+    """
     import json
     import re
 
@@ -199,7 +209,7 @@ def _parts(beginning: bytes, end: bytes, written: float, size: int) -> dict[str,
     text = beginning[found.end() : found.end() + _TEXT_LIMIT].decode("utf-8", "replace")
     message = json.loads(f'"{re.match(_PART_OF_STRING, text)[0]}"', strict=False)  # type: ignore[index]
     line = message.lstrip().split("\n", 1)[0][:_LINE_LIMIT]
-    # As in a traceback, the line of the exception is the last one.
+    # Put the line that names the exception last, because it is the last one in a traceback.
     told = f"[the error file has {size:,} bytes; only the first line of its message is shown]\n{line}"
     data = {"message": {"message": told, "extraInfo": {"timestamp": str(int(written))}}}
     own = end.rpartition(_OWN_DATA)[2].decode("utf-8", "replace")
@@ -228,7 +238,7 @@ def shortened(text: str) -> str:
 
 
 def fault_stack(error_file: str) -> str | None:
-    # The file is missing or empty if the program is not Python or runs without the hook.
+    # The file is missing or empty if the program is not Python, or has not run elasticrs's code at its start.
     text = last_bytes(fault_file(error_file), _STACK_LIMIT).decode("utf-8", "replace")
     # Use the last entry, because forked children may have written earlier entries to the same file.
     last = text[max(0, text.rfind("Fatal Python error")) :]

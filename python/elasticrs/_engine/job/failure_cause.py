@@ -127,8 +127,8 @@ NO_CAUSE = Cause()
 
 
 class Clock(Value):
-    """Offset of the wall clock of the host of the nodes' common store from this node's clock. ``error_ns`` is
-    its possible error; ``None`` if the offset was not measured.
+    """Wall clock of the machine that hosts the nodes' common store. ``offset_ns`` is its time minus that of
+    this node's wall clock. ``error_ns`` is the possible error of this offset; ``None`` if it is unknown.
     """
 
     offset_ns: int = 0
@@ -142,7 +142,9 @@ class Clock(Value):
 
 
 def _wall_minus_monotonic() -> int:
-    """Return wall clock minus monotonic clock in ns. Measure thrice, and use the fastest measurement."""
+    """Return this machine's wall clock minus its monotonic clock, in nanoseconds. Measure three times, and
+    use the measurement that took the shortest time, because it is the most precise.
+    """
     found = []
     for _ in range(3):
         before, wall, after = time.monotonic_ns(), time.time_ns(), time.monotonic_ns()

@@ -129,8 +129,9 @@ def checkpoint_is_late(seconds: float, workers: int) -> str:
 
 
 def passed_on(signum: int, sent: Sequence[int], held: Sequence[int], patience: float) -> str:
-    """Report which local ranks a signal was forwarded to (``sent``), and which have no handler for it yet, so
-    that they get it only if they install one within ``patience`` seconds (``held``).
+    """Report to which local ranks the agent passes a signal on (``sent``), and which ones it would kill,
+    because they have no handler for it (``held``). These get the signal only if they install a handler within
+    ``patience`` seconds.
     """
     name = signal_name(signum)
     if not held:
@@ -142,10 +143,10 @@ def passed_on(signum: int, sent: Sequence[int], held: Sequence[int], patience: f
 
 
 def agreed(signum: int, step: int | None, why: str, waited: float, paused: float, deaf: Sequence[int]) -> str:
-    """Report that the ranks get a signal at the start of the same step, after ``step`` steps of the optimizer
-    in this attempt; or why they do not. The signal was held back for ``waited`` seconds, and a rank has stood
-    still for at most ``paused`` seconds of these. ``deaf``: local ranks that do not get the signal, because
-    they have no handler for it.
+    """Report that the ranks get a signal at the start of the same training step, after ``step`` steps of the
+    optimizer in this attempt. If ``step`` is ``None``, report that they get it at different steps, and why.
+    The signal was held back for ``waited`` seconds, while ranks stood still for up to ``paused`` seconds.
+    ``deaf``: local ranks that do not get the signal, because they have no handler for it.
     """
     if step is None:
         return f"{signal_name(signum)} reaches the ranks at different steps{why and f', because {why}'}"

@@ -313,11 +313,12 @@ class JobResult(Record):
         first_cause: first failure of the job, over all nodes, if it has several.
         clock: wall clock of the nodes' store, as estimated on this node.
         read_history: see :class:`.Decisions`; ``find_overdue``, ``shared_cause`` and ``node_names`` likewise.
-        ask_others: function that asks the other nodes for the states of their ranks, unless it has just done
-            so. Returns at once.
-        others: function that returns the last answers to that, one for each node.
+        ask_others: function that asks the other nodes' agents for the states of their ranks, unless they have
+            just answered. It does not wait for the answers.
+        others: function that returns the last answers of the other nodes' agents about their ranks.
         return_values: return values of the workers, by global rank.
-        kept: the kept step from which another attempt of a failed job would go on, if workers use ``Keep``.
+        kept: training step to which a failed job would return in another attempt, and the copies of the
+            training state that it would restore. ``None`` unless workers use ``Keep``.
     """
 
     phase: Phase = Phase.INIT
@@ -364,12 +365,15 @@ _ADVICE = (
     "raise the memory limit of its control group, or use smaller batches or fewer data loader workers",
     "the machine was out of memory: use smaller batches or fewer data loader workers",
 )
-"""Advice to the user: if a cgroup's limit was exceeded, and if the machine ran out of memory."""
+"""Two texts with advice to the user: the first one if the workers exceeded the memory limit of their cgroup,
+the second one if the machine ran out of memory.
+"""
 
 
 def memory_counters(cgroups: str, mountinfo: str) -> list[str]:
-    """Return the paths of the OOM counters in a process's memory cgroups. Some may not exist. ``cgroups`` is
-    its ``/proc/PID/cgroup``, and ``mountinfo`` the reader's ``/proc/self/mountinfo``.
+    """Return the paths of the files that count OOM kills in a process's memory cgroups. Some of the files may
+    not exist. ``cgroups`` is the text of that process's ``/proc/PID/cgroup``, and ``mountinfo`` that of
+    ``/proc/self/mountinfo`` in this process.
     """
     counters = []
     for line in cgroups.splitlines():
@@ -390,7 +394,9 @@ def memory_counters(cgroups: str, mountinfo: str) -> list[str]:
 
 
 def _mounted_at(path: str, mountinfo: str, kind: str, option: str) -> str | None:
-    """Return the path of a cgroup directory below the closest mount that shows it; ``None`` if none does."""
+    """Return the path at which this process sees the directory of a cgroup, below the mount point that is the
+    closest to it. Return ``None`` if no mounted file system shows the directory.
+    """
     best = None
     best_root = ""
     for line in mountinfo.splitlines():
@@ -414,7 +420,9 @@ def _unescape(field: str) -> str:
 
 
 def parse_oom_kill(text: str) -> int | None:
-    """Return the number of OOM kills in ``memory.events``, ``memory.oom_control`` or ``/proc/vmstat``."""
+    """Return the number of OOM kills in the text of ``memory.events``, ``memory.oom_control`` or
+    ``/proc/vmstat``. Return ``None`` if it has no such number.
+    """
     for line in text.splitlines():
         key, _, value = line.partition(" ")
         if key == "oom_kill" and value.isdecimal():
@@ -423,7 +431,9 @@ def parse_oom_kill(text: str) -> int | None:
 
 
 def oom_kills(pids: Iterable[int] = ()) -> dict[str, int]:
-    """Read the OOM kill counters of this process's and the workers' cgroups, by file path."""
+    """Return the numbers of OOM kills in the cgroups of this process and of the processes ``pids``, by the
+    path of the file that counts them.
+    """
     mountinfo = file_text("/proc/self/mountinfo")
     paths = {VMSTAT: None}
     known = set()
@@ -436,7 +446,7 @@ def oom_kills(pids: Iterable[int] = ()) -> dict[str, int]:
 
 
 def read_counters(paths: Iterable[str]) -> dict[str, int]:
-    """Read the counters of these files again. Files without a counter are left out."""
+    """Return the numbers of OOM kills in these files, by path. Leave out files that have no such number."""
     counts = {}
     for path in paths:
         count = parse_oom_kill(file_text(path))
@@ -455,7 +465,9 @@ def file_text(path: str) -> str:
 
 
 def oom_rise(before: Mapping[str, int], after: Mapping[str, int]) -> tuple[str, int] | None:
-    """Return the path of the counter with the largest increase, and the increase; ``None`` without one."""
+    """Return the path of the file whose number of OOM kills has increased the most, and by how many. Return
+    ``None`` if none has increased.
+    """
     rises = {path: after[path] - count for path, count in before.items() if after.get(path, 0) > count}
     if any(path != VMSTAT for path in before):
         rises.pop(VMSTAT, None)
@@ -465,7 +477,9 @@ def oom_rise(before: Mapping[str, int], after: Mapping[str, int]) -> tuple[str, 
 def probably_oom(
     exitcode: int | None, sent_signal: int | None, before: Mapping[str, int], after: Mapping[str, int]
 ) -> bool:
-    """Return true if the OOM killer probably killed a worker, or its command if it is a shell (code 137)."""
+    """Return true if the kernel's OOM killer has probably killed a worker. If the worker is a shell, this may
+    be the command that it ran, so that the shell exited with code 137.
+    """
     killed = exitcode in {-signal.SIGKILL, 128 + signal.SIGKILL}
     return killed and sent_signal != signal.SIGKILL and oom_rise(before, after) is not None
 
@@ -473,7 +487,9 @@ def probably_oom(
 def oom_note(
     exitcode: int | None, sent_signal: int | None, before: Mapping[str, int], after: Mapping[str, int]
 ) -> str | None:
-    """Return a line about the OOM killer for the failure report; ``None`` if the counters did not rise."""
+    """Return a line about the kernel's OOM killer for the report of a failure. Return ``None`` if the numbers
+    of OOM kills have not increased.
+    """
     rise = oom_rise(before, after)
     if rise is None:
         return None

@@ -61,9 +61,9 @@ def early_leavers(
 ) -> tuple[int, ...]:
     """Return the ranks that exited with code 0 before the first failure, if that failure only reports a lost
     peer. The lost peer is then one of these ranks. Return no ranks if the job has workers on other nodes, or
-    if the workers are members of a rendezvous. Return none either if most workers have exited with code 0:
-    the failed one may then have run more steps. ``if_unknown`` decides whether the first failure only reports
-    a lost peer if the exception of that worker is unknown, for example because the worker exited at once.
+    if each worker is a member of the rendezvous itself. Return none either if most workers have exited with
+    code 0, because the failed one may then have run more steps. ``if_unknown`` decides whether the first
+    failure only reports a lost peer if that worker's exception is unknown, for example after an instant exit.
     """
     left = attempt.leavers()
     if not left:
@@ -121,7 +121,9 @@ def seen_failure(attempt: Attempt, local_rank: int) -> ProcessFailure:
 
 
 def why_expired(attempt: Attempt, local_rank: int) -> str | None:
-    """Describe the time limit because of which the agent killed this worker; ``None`` if there is none."""
+    """Describe the time limit that a worker exceeded, so that the agent killed it. Return ``None`` if it has
+    exceeded none.
+    """
     event = attempt.expired.get(local_rank)
     if event is None:
         return None
@@ -144,7 +146,9 @@ def why_expired(attempt: Attempt, local_rank: int) -> str | None:
 
 
 def why_it_failed(attempt: Attempt, local_rank: int) -> str | None:
-    """Return why a worker failed, if that is known, but neither its exit code nor an exception shows it."""
+    """Return the reason for a worker's failure, if this agent knows one that neither the exit code nor an
+    exception of the worker shows. Otherwise, return ``None``.
+    """
     worker = attempt.exits.get(local_rank)
     if local_rank in attempt.expired:
         return why_expired(attempt, local_rank)
@@ -158,7 +162,9 @@ def why_it_failed(attempt: Attempt, local_rank: int) -> str | None:
 
 
 def how_by_evidence(attempt: Attempt, local_rank: int) -> str | None:
-    """Return :func:`why_it_failed` as a phrase; ``None`` if the exit code or the exception says more."""
+    """Return the reason from :func:`why_it_failed` as a phrase to append to the worker's name. Return
+    ``None`` if the exit code or the exception says more.
+    """
     why = why_it_failed(attempt, local_rank)
     # If the worker was merely slow to exit, do not report the time limit that it exceeded.
     if why is None or attempt.is_slow_to_exit(local_rank):
@@ -173,7 +179,8 @@ def _how_it_hung(attempt: Attempt, event: _core.WorkerHung) -> str:
         return f": {left} exited with code 0, then others hung" if is_exit else ": a rank hangs"
     if attempt.blame is not None and attempt.blame.basis == "records":
         return f" {'keeps' if len(attempt.blame.ranks) == 1 else 'keep'} the other ranks waiting"
-    # If several ranks are silent and there are no flight records, it is only known which rank stopped first.
+    # If several ranks are silent, and there are no flight records (torch's logs of collectives), the agent
+    # only knows which rank stopped first.
     is_alone = sum(seen.is_late for seen in event.ranks) < 2
     return " has hung" if is_alone or event.ground == "stopped" else " stopped first"
 
@@ -191,7 +198,8 @@ def how_it_was_seen(attempt: Attempt, local_rank: int) -> str:
     if overdue is not None and overdue.is_blamed:
         who = f": {attempt.who(local_rank)}" if attempt.is_undecided else ""
         return f"{who} {why_expired(attempt, local_rank)}"
-    # If a signal from others killed a worker while it exited after an exception, name the signal.
+    # If a worker raised an exception, and a signal that the agent has not sent killed it while it exited,
+    # name the signal.
     is_killed = worker is not None and worker.sent_signal is None and (worker.exitcode or 0) < 0
     said = None
     if raised is not None and not is_killed:
@@ -211,7 +219,7 @@ def is_collective_failure(attempt: Attempt) -> bool:
     """Return true if another rank may have caused the first failure, because it made a collective fail. That
     is so in these cases:
 
-    - The ranks to blame exited with code 0 while other ranks still waited for them.
+    - The ranks that the agent blames exited with code 0 while other ranks still waited for them.
     - No time limit expired, and the first failure is an exception that reports a lost or silent peer.
     - No time limit expired, the worker raised no exception, and a worker died by SIGABRT. gloo and NCCL's
       watchdog end their process in this way.

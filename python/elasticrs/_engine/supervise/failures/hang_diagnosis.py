@@ -192,8 +192,9 @@ class RunningRanks(Value):
     """What the ranks of a node are doing, for ``elasticctl stacks``.
 
     Args:
-        facts: flight records, and stacks of the main threads, of the ranks that have told them.
-        silent: fields about the ranks that have not told their stacks.
+        facts: for each rank that has answered, its flight record (torch's log of collectives) and the stack
+            of its main thread.
+        silent: for each rank that has not told its stack, who it is, and whether it can answer at all.
         count: number of ranks that run on the node.
     """
 
@@ -202,7 +203,7 @@ class RunningRanks(Value):
     count: int
 
     def encoded(self, nodes: int, world_size: int) -> dict[str, Any]:
-        """Return this as a JSON object, for the agent of another node."""
+        """Return these ranks as a JSON object, which this agent sends to the agent of another node."""
         evidence = encode(self.facts, **limits(nodes, world_size)) or b""
         return {
             "evidence": b2a_base64(evidence, newline=False).decode(),
@@ -212,7 +213,9 @@ class RunningRanks(Value):
 
     @staticmethod
     def decoded(fields: Mapping[str, Any]) -> RunningRanks:
-        """Return what another node's agent has told. Without valid fields, this has no ranks."""
+        """Return the ranks from the JSON object of another node's agent. Return no ranks if the object does
+        not have the expected fields.
+        """
         try:
             facts, count = decode(a2b_base64(fields["evidence"])), int(fields["count"])
             silent = [{name: each[name] for name in _SILENT} for each in fields["silent"]]
@@ -238,14 +241,14 @@ def where_running(attempt: Attempt, seconds: float) -> RunningRanks:
 
 
 def told_stacks(nodes: Sequence[RunningRanks], world_size: int) -> dict[str, Any]:
-    """Return the answer to ``elasticctl`` about what the ranks of these nodes are doing: the ``stacks`` of
-    their main threads (equal ones only once, with their ranks; innermost frame first), the ranks that have
-    not told their stack (``silent``), and which ranks wait for which (``message``).
+    """Return the answer to ``elasticctl`` about what the ranks of these nodes are doing: the stacks of their
+    main threads (``stacks``; ranks with equal stacks share one, whose innermost frame comes first), the ranks
+    that have not told their stack (``silent``), and which ranks wait for which (``message``).
     """
     facts = [each for node in nodes for each in node.facts]
     diagnosis = telling(facts) if len(facts) == world_size else None
     if diagnosis is not None and NoRecord.OUTDATED in diagnosis.no_record.values():
-        # A rank has completed more collectives than another one knew when it answered, so the ranks go on.
+        # A rank has completed collectives since another one answered, so no rank waits: the job goes on.
         diagnosis = None
     stacks = merge({each.rank: each.frames for each in facts})
     return {
@@ -383,7 +386,9 @@ def _age(path: str, other: str) -> int | None:
 
 
 def _with_record(found: RankEvidence, path: str, error_file: str) -> RankEvidence:
-    """Add what the worker has written to the file ``path``: its flight records, groups and stack."""
+    """Add to ``found`` what the worker has written to the file ``path``: its flight record (torch's log of
+    collectives), its process groups, and its Python stack.
+    """
     document = _content(path, MAX_BYTES)
     if document is None:
         has_thread = os.path.lexists(flight_requests_file(error_file))
