@@ -918,8 +918,8 @@ class HealthServer:
             that program is in another pid namespace), and the text of the order.
         """
     def wants_page(self) -> bool:
-        """Return true if a browser waits for :meth:`tell_page`, once for each request. The agent calls both
-        before :meth:`answer`.
+        """Return true if browsers wait for a new text of the page, once for each time that they do. Then the
+        agent calls :meth:`tell_page` before :meth:`answer`.
         """
     @property
     def viewers(self) -> int:

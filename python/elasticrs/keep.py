@@ -36,7 +36,7 @@ _MODES = {"auto": Mode.AUTO, True: Mode.REPLICATED, False: Mode.SHARDED}
 
 
 class Source(NamedTuple):
-    """Where a restored state comes from.
+    """Where the copy of the training state comes from that this rank has restored after a restart.
 
     Attributes:
         step: number of the training step after which the state was copied.
@@ -44,9 +44,10 @@ class Source(NamedTuple):
             node, which had taken a copy before this rank's node was lost, and ``"disk"`` is the folder of
             ``--keep-save``, in which an earlier job has saved the copy.
         exact: true if all parts of this rank's state are from the end of that step.
-        behind: ranks whose random numbers and other small state are of another step, or were lost.
+        behind: ranks whose random numbers and the like are of another step, or were lost, unlike their
+            parameters and the optimizer's state.
         at_death: true if the copy was made because of a failure or a stop, false if it was a periodic copy.
-        from_rank: the rank that made the copy.
+        from_rank: rank of the worker that made the copy.
     """
 
     step: int

@@ -38,7 +38,9 @@ _SHOWN = 120
 """Maximum number of characters to show of the error message of an aborted collective."""
 
 MEETING_LIMIT = 5.0
-"""Seconds after which a leaving worker exits if it is in no round: the others may be leaving as well."""
+"""Seconds after which a worker that leaves the job exits even if it takes part in no round (a meeting of the
+workers) in which it could save a checkpoint, because the other workers may be leaving as well.
+"""
 
 _LEAVE_TICK = 0.25
 _ASKING = (signal.SIGTERM, signal.SIGUSR1)
@@ -124,15 +126,16 @@ def _require_saving(state: State) -> None:
 
 
 class RequestSignals:
-    """Context manager that passes SIGTERM and SIGUSR1 on to a coordinator, as requests for a checkpoint.
+    """Context manager that passes SIGTERM and SIGUSR1 on to a worker's coordinator (the object through which
+    it meets the other workers), as requests for a checkpoint. Works only in the main thread.
 
-    After SIGTERM, the worker completes its step, saves a checkpoint with the others, leaves the job, and ends
-    itself. After SIGUSR1, it saves and continues. Works only in the main thread.
+    After SIGTERM, the worker completes its step, saves a checkpoint with the other workers, leaves the job,
+    and ends its process. After SIGUSR1, it saves a checkpoint and continues.
 
     - **SIGNALS-1** a handler that the program has set, in any language, is not replaced. The handlers of this
       class are removed when the training is over, and in forked children.
-    - **SIGNALS-2** a second SIGTERM ends the worker at once. A worker that leaves also ends if it is in no
-      round for :data:`MEETING_LIMIT` seconds.
+    - **SIGNALS-2** a second SIGTERM ends the worker at once. A worker that leaves the job also ends if it is
+      in no round (a meeting of the workers) for :data:`MEETING_LIMIT` seconds.
     """
 
     def __init__(self, coordinator: Coordinator) -> None:
@@ -182,7 +185,9 @@ class RequestSignals:
 
 
 def is_default(signum: int) -> bool:
-    """Return true if a signal has its default action. Read ``/proc``, too, to find native handlers."""
+    """Return true if a signal has its default action. Read ``/proc`` as well as :mod:`signal`, because only
+    ``/proc`` shows handlers that C code has set.
+    """
     if signal.getsignal(signum) != signal.SIG_DFL:
         return False
     try:

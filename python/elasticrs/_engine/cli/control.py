@@ -226,7 +226,9 @@ def _restart(options: argparse.Namespace) -> int:
 def _meet_again(
     options: argparse.Namespace, agent: Agent, before: dict[str, Any], order: dict[str, Any]
 ) -> int:
-    """Send an order after which the workers start again. Then wait until the next attempt is running."""
+    """Send the agent an order after which it starts the workers again. Then wait until they run, unless the
+    user has given ``--no-wait``.
+    """
     with _agent_end(agent) as end:
         begun = time.monotonic()
         code = _obey(agent, order, _SIGNAL_LIMIT)

@@ -81,7 +81,9 @@ class Agent(NamedTuple):
             raise Problem(FAILED, f"{self.title}: no answer from the agent: {_why(error)}") from None
 
     def with_others(self, status: dict[str, Any]) -> dict[str, Any]:
-        """Return a status with the ranks of the other nodes, for which the agent asks them."""
+        """Add the ranks of the other nodes to a job's status, and return it. The agent asks the agents of the
+        other nodes for them.
+        """
         if (status["group"] or {}).get("world_size", 1) == 1:
             return status
         (answer,) = self.ask({"do": "others"})
@@ -122,9 +124,9 @@ def _why(error: Exception) -> str:
 
 
 def find(tell: Callable[[str], object], wanted: str | None = None) -> list[Agent]:
-    """Return this user's agents on this machine, sorted by pid; only one of them if its pid is ``wanted``. If
-    a killed agent has left its socket, remove it, and ``tell`` the user. Raises :class:`Problem` if another
-    user owns the folder of the sockets.
+    """Return this user's agents on this machine, sorted by pid. If one of them has the pid ``wanted``, return
+    only this one. If a killed agent has left its socket, remove the socket, and ``tell`` the user. Raises
+    :class:`Problem` if another user owns the folder of the sockets.
     """
     folder = folder_of(os.environ)
     try:
@@ -136,7 +138,7 @@ def find(tell: Callable[[str], object], wanted: str | None = None) -> list[Agent
     except OSError as error:
         raise Problem(REFUSED, f"{folder}: {error.strerror}") from None
     if f"{wanted}{SUFFIX}" in names:
-        # Do not wait for other agents, which may be stuck.
+        # Do not ask the other agents, because one that is stuck would delay the answer.
         names = [f"{wanted}{SUFFIX}"]
     killed: list[str] = []
     found = [_agent(os.path.join(folder, name), killed) for name in names]
@@ -168,8 +170,9 @@ def _agent(path: str, killed: list[str]) -> Agent | None:
 
 
 def choose(agents: Sequence[Agent], wanted: str | None) -> Agent:
-    """Return the agent of the job that is ``wanted`` (run id, script, beginning of one of them, or pid of
-    the agent), or of the only job. Raises :class:`Problem` unless there is exactly one.
+    """Return the agent of the job that the user means. ``wanted`` is the job's run id or script, the start of
+    one of these, or the agent's pid; ``None`` means the only job. Raises :class:`Problem` unless exactly one
+    job fits.
     """
     found = [agent for agent in agents if wanted is None or wanted in agent.names]
     if wanted and not found:
@@ -197,7 +200,9 @@ def no_jobs() -> str:
 
 
 def why_silent(pid: int) -> str:
-    """Say why an agent does not answer, as far as ``/proc`` shows it, and which ranks run below it."""
+    """Return a text that says why an agent does not answer, as far as ``/proc`` shows that, and which ranks
+    run in the processes that the agent has started.
+    """
     if read_state(pid) in ("T", "t"):
         return f"agent {pid} is stopped by a signal: kill -CONT {pid} continues it"
     ranks = sorted(found for below in _below(pid) if (found := _rank_of(below, pid)) is not None)
@@ -209,7 +214,7 @@ def why_silent(pid: int) -> str:
 
 
 def _below(pid: int) -> list[int]:
-    """Return the processes that a process has started, and those that these have started."""
+    """Return the pids of a process's children, of their children, and so on."""
     found = [pid]
     for each in found:
         with suppress(OSError):
@@ -220,7 +225,9 @@ def _below(pid: int) -> list[int]:
 
 
 def _rank_of(pid: int, agent: int) -> tuple[int, int] | None:
-    """Return the rank and pid of a worker, which leads its session; ``None`` for another process."""
+    """Return the rank and the pid if a process is a worker, so that it is the leader of its session. Return
+    ``None`` for any other process.
+    """
     try:
         with open(f"/proc/{pid}/environ", "rb") as file:
             environ = dict(entry.split(b"=", 1) for entry in file.read().split(b"\0") if b"=" in entry)

@@ -81,8 +81,8 @@ class RunLogs:
         )
 
     def attempt(self, name: str, variables: Mapping[int, dict[str, str]]) -> LogPaths:
-        """Create an attempt's log directories. Add each worker's error file to its environment variables.
-        Raise ``OSError`` if that fails, or if the file system does not respond.
+        """Create the log directories of an attempt. Add the path of each worker's error file to the worker's
+        environment variables. Raise ``OSError`` if that fails, or if the file system does not respond.
         """
 
         def make() -> LogPaths:

@@ -30,7 +30,7 @@ RATE_INTERVAL = 1_000_000_000
 """Minimum nanoseconds between two reports of a worker's training rate. Measuring it may be slow on a GPU."""
 
 TICK = 0.02
-"""Seconds between two checks for the result of a request."""
+"""Seconds between two checks whether a checkpoint request has a result."""
 
 PATIENCE = 60.0
 """Seconds after a checkpoint request after which the agent warns the user if there is no result yet."""
@@ -160,7 +160,9 @@ class AgentPage:
 
 
 class CheckpointRequests:
-    """Checkpoint requests to the workers of one agent. ``fd`` is readable after a request."""
+    """Sends checkpoint requests to the workers of one agent, and prints their results. The file descriptor
+    ``fd`` is readable after a request, so that the agent's loop wakes up.
+    """
 
     def __init__(self, workers: int, say: Callable[[str], None]) -> None:
         self.page = AgentPage(workers)
@@ -185,7 +187,9 @@ class CheckpointRequests:
             os.eventfd_write(self.fd, 1)
 
     def take(self) -> None:
-        """Clear ``fd``. No request is lost, because the shared memory page counts them."""
+        """Make ``fd`` unreadable again. This loses no request, because the memory page that the agent shares
+        with the workers counts the requests.
+        """
         with suppress(BlockingIOError):
             os.eventfd_read(self.fd)
 

@@ -424,7 +424,9 @@ class LocalElasticAgent(SimpleElasticAgent):
 
 
 def _replaced_consoles(job: JobSpec) -> Sequence[Observer]:
-    """Return an observer that prints tee'd lines to the program's replaced standard streams, if any."""
+    """Return an observer that prints the workers' output to the objects by which the program has replaced its
+    standard streams. Return none if it has replaced none.
+    """
     streams = replaced_streams()
     return [_ReplacedConsole(streams, job.role, job.logs.log_line_prefix_template)] if streams else []
 
@@ -480,7 +482,9 @@ class _ReplacedConsole(Observer):
 
 
 def _outcome(job: JobSpec, result: JobResult, decisions: Decisions) -> RunResult:
-    """Convert a job's result to torch's. Raise if the job ended by a signal, or before any worker ran."""
+    """Convert the result of a job to the type that torch has for it. Raise an exception if a signal ended the
+    job, or if it ended before any worker ran.
+    """
     if result.phase is Phase.SUCCEEDED:
         return RunResult(WorkerState.SUCCEEDED, return_values=result.return_values)
     if result.signum is not None:

@@ -240,8 +240,8 @@ class AttemptTracker:
             self._follow_workers()
 
     def forward(self, signum: int, *, are_running: bool) -> Sequence[int]:
-        """Pass a signal on to the running workers, and return the local ranks that have not got it, because
-        they have no handler. Ignore the signal if no workers are running.
+        """Pass a signal on to the running workers. Return the local ranks that have not got the signal,
+        because they have no handler for it. Ignore the signal if no workers are running.
         """
         if not are_running or self.attempt is None:
             name = phrases.signal_name(signum)

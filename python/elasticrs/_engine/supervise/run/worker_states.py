@@ -89,8 +89,8 @@ class PassedSignals:
         self._held: dict[tuple[int, int, int], float] = {}
 
     def pass_on(self, signum: int, workers: Mapping[int, int]) -> Sequence[int]:
-        """Deliver a signal to workers (pids by local rank), or hold it if it would kill the worker. Return
-        the local ranks that have not got it.
+        """Send a signal to ``workers`` (pids by local rank), but hold it back for each worker that it would
+        kill, because the worker has no handler for it. Return the local ranks that have not got the signal.
         """
         if not self._has_own_proc():
             self._say(phrases.signal_not_passed_on(signum))

@@ -12,11 +12,12 @@ Each line of the report is a JSON object::
     {"left_out": name, "why": text, "traceback": text}      if it was left out; the traceback may be null
     {"ready": {"seconds": s, "prefixes": [...], "stamps": {path: [time, size]}}}
     {"failed": text, "traceback": text}                     if the process cannot continue
-    {"ended": how}                                          from the core, before the process starts again
+    {"ended": how}                                          from the Rust extension, before a new start
 
-``how`` is an exit code, the negative number of a signal, ``null``, ``"executes"`` (another program), or
-``"closes"`` (its descriptors). The module that the process was importing is then left out. The process may
-start again after each such module, so a module may appear twice. Unknown and incomplete lines are ignored.
+``how`` is an exit code, the negative number of a signal, ``null``, ``"executes"`` (the process has become
+another program), or ``"closes"`` (it has closed its file descriptors). The module that the process was
+importing is then left out. The process may start again after each such module, so a module may appear twice.
+Unknown and incomplete lines are ignored.
 
 The user's own code is compared before each attempt. Installed packages, which have thousands of files, are
 compared only after an installer has changed their folder's modification time. Copy programs may restore that
@@ -47,7 +48,9 @@ _PATIENCE = 0.5
 """Time limit in seconds for checking the modules' files. A network file system may not respond."""
 
 _MOST_TOUCHED = 3
-"""Maximum number of consecutive imports during which a file has changed. After that, workers start cold."""
+"""Number of consecutive imports, during each of which a file has changed, after which workers start without
+preloaded modules for the rest of the job.
+"""
 
 
 class LeftOut(Value):
@@ -218,8 +221,9 @@ def _package_records(folders: Sequence[str], tops: set[str]) -> Iterator[str]:
 
 
 class Warming:
-    """Decides whether workers may be forked from the nursery. ``limit`` is the time limit for its imports, in
-    seconds. ``report`` is the file descriptor to which the nurseries report.
+    """Decides whether workers may be forked from the nursery (the process that has imported their modules).
+    ``limit`` is the time limit in seconds for its imports. ``report`` is the descriptor of the file to which
+    nurseries write what they have imported.
     """
 
     def __init__(self, say: Callable[[str], None], limit: float) -> None:
@@ -236,7 +240,7 @@ class Warming:
         self._files = FileAccess(self._tell_slow_files, _PATIENCE)
 
     def ended(self, event: Warmed) -> None:
-        """Handle the end of a nursery's imports, or its exit."""
+        """Handle the event that a nursery has ended its imports, or has exited."""
         told = os.pread(self.report, os.fstat(self.report).st_size - self._read, self._read)
         self._read += len(told)
         self.found = found = read(told)
@@ -265,12 +269,14 @@ class Warming:
         self._say(f"warm: workers start cold: {why}")
 
     def may_fork(self, supervisor: Supervisor) -> bool:
-        """Return true if the next workers may be forked. If files have changed, renew the nursery."""
+        """Return true if the next workers may be forked from the nursery. If files of the imported modules
+        have changed, replace it by a new nursery, which imports them again.
+        """
         if self._never_again is not None:
             self.is_warm, self.why_cold = False, self._never_again
             return False
         if self._sources is None:
-            return True  # Assume no changes, because changes cannot be detected without modification times.
+            return True  # Assume that no file has changed, because the times of the files are unknown.
         changed = self._files.run(self._sources.changes, None)
         path = next(iter(changed or ()), None)
         self.is_warm, self.why_cold = path is None, None
