@@ -72,7 +72,7 @@ class Row(NamedTuple):
     """It had not happened by then: the true value is larger, or there is none."""
 
     span: tuple[float, float] | None = None
-    """Smallest and largest sample, if the table is to show them."""
+    """The smallest and the largest measured value, if the table is to show them."""
 
 
 class Report(NamedTuple):

@@ -66,7 +66,9 @@ COSTS: tuple[tuple[str, int, Costs], ...] = (
         },
     ),
 )
-"""For each mode of `workers/kept.py`, its argument, and for each event: name, unit, conditions, divisor."""
+"""What `workers/kept.py` measures: its mode, the mode's argument, and for each event that it reports, the
+name, unit and conditions in the table of results, and the divisor that converts its value to that unit.
+"""
 
 
 def _costs(options: Options) -> list[Row]:

@@ -44,7 +44,7 @@ napoleon_numpy_docstring = False
 # List attributes in a class's own section, because separate entries would describe dataclass fields twice.
 napoleon_use_ivar = True
 
-# Keep quotes and dashes as they are written, because options begin with two dashes.
+# Show quotes and dashes as they are written. Otherwise, Sphinx would show the two dashes of options as one.
 smartquotes = False
 
 html_theme = "furo"

@@ -17,9 +17,10 @@ from elasticrs import checkpoint_requested
 
 def main() -> None:
     arguments = task.parse_arguments()
-    # The order of the points depends on the epoch only, so a training that resumes in an epoch sees the same.
+    # Let the order of the points depend only on the epoch, so that a training that resumes within an epoch
+    # sees the points in the same order.
     order = DataLoaderConfiguration(use_seedable_sampler=True)
-    # Without `cpu`, the ranks on a machine without a GPU would train without each other.
+    # Set `cpu` on a machine without a GPU, because each rank would otherwise train alone, without the others.
     accelerator = Accelerator(cpu=not torch.cuda.is_available(), dataloader_config=order)
     model = task.make_model()
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)

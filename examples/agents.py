@@ -1,4 +1,6 @@
-"""Starts the agents of a job for a demo, several of them on this machine, and reads what they print."""
+"""Starts the agents (the launcher's process on each node) of a job for a demo, several of them on this
+machine, and reads what they print.
+"""
 
 import os
 import re
@@ -12,12 +14,13 @@ from contextlib import suppress
 
 
 class Job:
-    """A job of one agent, or of several that meet.
+    """A job of one agent, or of several agents that meet, each for a node of its own.
 
     Args:
         command: command that starts an agent, with the options and arguments that all agents have.
         variables: environment variables for the agents, in addition to those of this program.
-        take: gets each line with the number of its agent; true if the line is not to be printed.
+        take: function that is called with each line that an agent prints, and the number of the agent. It
+            returns true if the line is not to be printed.
         limit: seconds after which :meth:`read` gives up, and :meth:`close` kills the agents.
     """
 
@@ -33,11 +36,11 @@ class Job:
         self.agents: list[subprocess.Popen[bytes]] = []
         self._variables, self._take = variables, take
         self._rest: dict[int, bytes] = {}
-        """Beginning of a line that is not complete yet, by the number of each agent whose output is open."""
+        """For each agent whose output is still open: the line that it has not completed yet, or nothing."""
         self._ends = time.monotonic() + limit
 
     def start(self, *options: str, node: int | None = None) -> None:
-        """Start one more agent with more ``options``. ``node`` is its number if there are several nodes."""
+        """Start one more agent of the job, with additional ``options``, on the node number ``node``."""
         variables = {"OMP_NUM_THREADS": "1"} | ({} if node is None else {"DEMO_NODE": str(node)})
         split = next(at for at, word in enumerate(self.command) if word.startswith("--"))
         agent = subprocess.Popen(
@@ -52,7 +55,7 @@ class Job:
         self.agents.append(agent)
 
     def wait_for_port(self, port: int) -> None:
-        """Wait until the first agent, in whose store the others meet, listens on a port, or has ended."""
+        """Wait until the first agent listens on a port, or has ended. The other agents meet at this port."""
         while self.agents[0].poll() is None and time.monotonic() < self._ends:
             with socket.socket() as probe:
                 if probe.connect_ex(("localhost", port)) == 0:
@@ -61,7 +64,8 @@ class Job:
 
     def read(self, until: str | None = None, count: int = 1) -> list[re.Match[str]]:
         """Read what the agents print, until all of them have ended, or the pattern ``until`` has been found
-        ``count`` times in all that they have printed so far. Return what was found; less after the limit.
+        ``count`` times in all that they have printed so far. Return what was found. That may be less than
+        ``count`` matches, if the time limit of the job has passed.
         """
         while True:
             found = [] if until is None else list(re.finditer(until, self.output))
@@ -70,7 +74,7 @@ class Job:
             self.read_some(1.0)
 
     def read_some(self, wait: float) -> None:
-        """Read what the agents have printed. Wait for it at most so many seconds."""
+        """Read what the agents have printed. If that is nothing yet, wait at most ``wait`` seconds for it."""
         number_of = {agent.stdout: number for number, agent in enumerate(self.agents)}
         for pipe in select.select([self.agents[each].stdout for each in self._rest], [], [], wait)[0]:
             self._read(number_of[pipe])
@@ -89,7 +93,7 @@ class Job:
                 sys.stdout.flush()
 
     def close(self) -> bool:
-        """Wait for the agents, and kill those that run too long. Return true if the first one succeeded."""
+        """Wait for all agents, and kill those that run too long. Return true if the first one succeeded."""
         for agent in self.agents:
             with suppress(subprocess.TimeoutExpired):
                 agent.wait(max(0.0, self._ends - time.monotonic()))

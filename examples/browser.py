@@ -1,4 +1,4 @@
-"""A headless chromium that opens a page, reads its text and takes pictures."""
+"""Opens a page in a browser (chromium without a window), reads the page's text and takes pictures."""
 
 import base64
 import fcntl
@@ -24,7 +24,7 @@ OPTIONS = (
     "--hide-scrollbars",
 )
 LIMIT = 60.0
-"""Seconds after which an answer of the browser is missing."""
+"""Seconds after which this program no longer waits for an answer of the browser."""
 
 
 def find_browser() -> str | None:
@@ -33,16 +33,17 @@ def find_browser() -> str | None:
 
 
 class Browser:
-    """A browser with one window. Talks over two pipes, in the format of Chrome's DevTools protocol.
+    """A browser with one page. This program talks to it over two pipes, in Chrome's DevTools protocol.
 
     Args:
-        program: path of the browser.
+        program: path of the browser's program.
     """
 
     def __init__(self, program: str) -> None:
         self._home = tempfile.TemporaryDirectory(prefix="browser_", ignore_cleanup_errors=True)
         (read, self._orders), (self._answers, write) = os.pipe(), os.pipe()
-        # The browser reads from descriptor 3 and writes to descriptor 4, so keep other pipes away from these.
+        # The browser reads from descriptor 3 and writes to descriptor 4. So give the pipes higher numbers
+        # first, because one of them may have a number that another one is to get.
         theirs = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 10) for fd in (read, write)]
         nowhere = [(os.POSIX_SPAWN_OPEN, fd, os.devnull, os.O_RDWR, 0) for fd in range(3)]
         ends = [(os.POSIX_SPAWN_DUP2, fd, at) for at, fd in enumerate(theirs, 3)]
@@ -53,14 +54,14 @@ class Browser:
         self._rest, self._number = b"", 0
         self._session: str | None = None
         self.complaints: list[str] = []
-        """What the browser has written to the page's console, such as violations of the security policy."""
+        """Messages in the browser's console for the page, such as violations of the security policy."""
         target = self._ask("Target.createTarget", url="about:blank")["targetId"]
         self._session = self._ask("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
         for domain in ("Page", "Log", "Runtime"):
             self._ask(f"{domain}.enable")
 
     def close(self) -> None:
-        """End the browser."""
+        """End the browser's process."""
         os.close(self._orders)
         pidfd = os.pidfd_open(self._pid)
         if not select.select([pidfd], [], [], 10)[0]:
@@ -71,7 +72,7 @@ class Browser:
         self._home.cleanup()
 
     def open(self, url: str, *, width: int = 1120, height: int = 900, is_dark: bool = False) -> None:
-        """Open a page in a window of this size, with the light or the dark colours that the page has."""
+        """Open a page in a window of this size. The browser asks the page for dark or for light colours."""
         scheme = [{"name": "prefers-color-scheme", "value": "dark" if is_dark else "light"}]
         self._ask("Emulation.setEmulatedMedia", features=scheme)
         size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
@@ -79,15 +80,17 @@ class Browser:
         self._ask("Page.navigate", url=url)
 
     def evaluate(self, script: str) -> Any:
-        """Return the value of a JavaScript expression on the page."""
+        """Evaluate a JavaScript expression on the page, and return its value."""
         return self._ask("Runtime.evaluate", expression=script, returnByValue=True)["result"].get("value")
 
     def text(self) -> str:
-        """Return the text that a user sees."""
+        """Return the text that a user sees on the page."""
         return str(self.evaluate("document.body ? document.body.innerText : ''"))
 
     def wait_for(self, words: str, limit: float = LIMIT) -> str:
-        """Wait until the page shows these words, and return its text. Raises `TimeoutError`."""
+        """Wait until the page shows these words, and return the whole text of the page. Raise `TimeoutError`
+        if it does not show them within ``limit`` seconds.
+        """
         ends = time.monotonic() + limit
         while words not in (text := self.text()):
             if time.monotonic() > ends:
@@ -96,7 +99,7 @@ class Browser:
         return text
 
     def picture(self) -> bytes:
-        """Return a picture of the whole page, as PNG."""
+        """Take a picture of the whole page. Return it in the format PNG."""
         size = self._ask("Page.getLayoutMetrics")["cssContentSize"]
         clip = {"x": 0, "y": 0, "width": size["width"], "height": size["height"], "scale": 1}
         shot = self._ask("Page.captureScreenshot", captureBeyondViewport=True, clip=clip)

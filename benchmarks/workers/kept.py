@@ -1,12 +1,13 @@
 """Trains a model of 9 million parameters, and reports how it continues after a failure.
 
-Modes: ``kill STEP FILE`` and ``raise STEP FILE``: rank 1 kills itself, or raises an exception, in this step.
-A launcher that does not keep the state goes on from the file, a checkpoint of every 25 steps. Reported:
-`dies`; `from`, the step from which the training goes on; `restore`, the nanoseconds of that; `again`, when
-the interrupted step has ended. ``ends TENSORS`` reports the nanoseconds that `Keep` adds to a step. ``copies
-EVERY`` reports the share of the time for which periodic copies block (`blocked`), and the nanoseconds of a
-periodic copy with its checksum (`copy`), of a copy at the end of the process (`death`), and of copying the
-same tensors into memory that was written before (`memcpy`).
+The first argument is a mode. With ``kill STEP FILE`` and ``raise STEP FILE``, rank 1 kills itself, or raises
+an exception, in this step. Under a launcher that does not keep the state, the training goes on from ``FILE``,
+a checkpoint that is saved every 25 steps. The worker reports the failure (`dies`), the step from which the
+training goes on (`from`), the nanoseconds of loading the state (`restore`), and when the interrupted step has
+ended (`again`). ``ends TENSORS`` reports the nanoseconds that `Keep` adds to a step. ``copies EVERY`` reports
+for which share of the time periodic copies block the training (`blocked`), and the nanoseconds of a periodic
+copy with its checksum (`copy`), of a copy at the end of the process (`death`), and of copying the same
+tensors into memory that was written before (`memcpy`).
 """
 
 import os
@@ -103,7 +104,9 @@ def ends(tensors, steps=200):
 
 
 def copies(every, steps=30):
-    """Report what copies cost. The share of the time for which they block is reported in millionths."""
+    """Report what the copies of the state cost. The share of the time for which they block the training is
+    reported in millionths.
+    """
     model = make_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     keep = Keep(model=model, optimizer=optimizer, every=every)

@@ -3,7 +3,7 @@
 Run: elasticrun --standalone --nproc-per-node 4 --max-restarts 2 examples/ddp_digits/train.py
 Try: add --kill-rank 2, and rank 2 is killed in epoch 3. The job restarts after epoch 2.
 
-This is an ordinary script for torchrun, too. It uses nothing of elasticrs.
+This is an ordinary script, which also runs under torchrun. It uses nothing of elasticrs.
 """
 
 import argparse

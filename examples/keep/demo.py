@@ -73,13 +73,13 @@ class Story(NamedTuple):
 
 
 def job_of(launcher: Sequence[str], checkpoint: Path, accidents: dict[str, int]) -> Job:
-    """Return a job that runs `train.py`, and drain or kill an agent when its worker prints that it is to be
-    drained or lost.
+    """Return a job that runs `train.py`. When a worker of the job prints that its node is to be drained or
+    lost, this program drains or kills the agent of that node.
 
     Args:
         launcher: command that starts an agent, with the options that are the same for all agents.
         checkpoint: file for the checkpoints.
-        accidents: the accidents that happen, with the training step of each one.
+        accidents: the kinds of accidents that are to happen, with the training step of each one.
     """
     program = [str(Path(__file__).with_name("train.py")), "--checkpoint", str(checkpoint), "--stamps"]
     if accidents:

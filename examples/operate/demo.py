@@ -23,13 +23,15 @@ from browser import Browser, find_browser
 
 NODES = 3
 MORE = 60
-"""Steps that are made after the stop, until the parameters are compared."""
+"""Number of training steps between the stop and the comparison of the parameters."""
 PACE = 0.02
-"""Seconds that a rank waits after each step, so that there is time to act."""
+"""Seconds that a rank waits after each training step, so that the training lasts while the demo acts."""
 
 
 class Demo:
-    """The runs of the training, what they have shown, and which promises are broken."""
+    """Runs the training, and records what the runs have shown (``account``) and which promises of elasticrs
+    they have broken (``broken``).
+    """
 
     def __init__(self, folder: Path, pictures: Path | None) -> None:
         self.account: list[str] = []
@@ -38,7 +40,7 @@ class Demo:
         self._variables = {"ELASTICRS_CONTROL_DIR": str(folder / "control")}
 
     def start(self, checkpoint: str, *arguments: str) -> Job:
-        """Start a job of three nodes that continues from a checkpoint, and wait until all ranks train."""
+        """Start a job of three nodes that continues from this checkpoint file. Wait until all ranks train."""
         with socket.create_server(("localhost", 0)) as free:
             port = free.getsockname()[1]
         where = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{port}", "--rdzv-id", "demo"]
@@ -55,14 +57,16 @@ class Demo:
         return job
 
     def ask(self, job: Job, *words: str, agent: int = 0, shows: bool = True) -> str:
-        """Run `elasticctl` on the node of an agent, and return what it prints."""
+        """Run `elasticctl` for the agent with this number, and return what it prints. With ``shows``, also
+        show the user the command and its output.
+        """
         if shows:
             print(f"\n$ elasticctl {' '.join(words)}", flush=True)
         command = [sys.executable, "-m", "elasticrs.ctl", *words, "--job", str(job.agents[agent].pid)]
         with subprocess.Popen(
             command, env={**os.environ, **self._variables}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
         ) as asked:
-            # Read what the agents print meanwhile, so that they do not wait for this program.
+            # Meanwhile, read what the agents print, because they would wait if their pipes were full.
             while asked.poll() is None:
                 job.read_some(0.1)
             assert asked.stdout is not None
@@ -74,8 +78,8 @@ class Demo:
         return said
 
     def asked_step(self, job: Job, wish: str, before: int) -> int:
-        """Return the step after which all ranks were asked to act. ``before``: how often they were asked to
-        do so before.
+        """Return the step after which all ranks were asked to act on a wish ("save" or "stop"). ``before`` is
+        the number of times that ranks of the job were asked the same earlier.
         """
         found = job.read(rf"rank \d+ is asked to {wish} after step (\d+)", before + NODES)[before:]
         steps = {int(each[1]) for each in found}
@@ -84,7 +88,9 @@ class Demo:
         return max(steps, default=-1)
 
     def lost(self, job: Job, ranks: int, step: int, begun: int) -> int:
-        """Return how many steps are made again after ``step``, when so many ranks continue."""
+        """Wait until each of so many ranks has printed at which step it continues. Return how many steps up
+        to ``step`` are lost, so that they are made again. Skip the first ``begun`` of such lines.
+        """
         found = job.read(rf"of {ranks} continues at step (\d+)", begun + ranks)[begun:]
         lost = max((step - int(each[1]) for each in found), default=step)
         if lost or len(found) != ranks:
@@ -92,7 +98,9 @@ class Demo:
         return lost
 
     def open_page(self, job: Job) -> None:
-        """Open the page of the job in a browser; without a browser, read what it shows over HTTP."""
+        """Open the status page of the job in a browser, and look whether it names all ranks. Without a
+        browser, only read over HTTP what the page would show.
+        """
         (found,) = job.read(r"health check server on http://(127\.0\.0\.1:\d+)")[:1] or [None]
         if found is None:
             self.broken.append("the first agent has no page")
@@ -105,7 +113,7 @@ class Demo:
             with closing(Browser(program)) as browser:
                 browser.open(f"http://{found[1]}/")
                 text = browser.wait_for(words)
-                for rank in range(NODES):  # The other nodes tell their ranks some moments later.
+                for rank in range(NODES):  # The ranks of other nodes appear on the page some moments later.
                     browser.wait_for(f"\n{rank}\t")
                 sentence = next(line for line in text.splitlines() if words in line)
                 how = f"in {Path(program).name}"
@@ -119,7 +127,7 @@ class Demo:
 
 
 def sentence_of(address: str) -> str:
-    """Return the first sentence that the page at this address shows."""
+    """Return the first sentence that the status page at this address shows."""
     with closing(http.client.HTTPConnection(address, timeout=30)) as connection:
         connection.request("GET", "/status/stream")
         for line in connection.getresponse():

@@ -1,11 +1,11 @@
-"""Trains a model on handwritten digits, and saves when it is asked to: by `elasticctl checkpoint`, and before
-it is stopped, drained or restarted.
+"""Trains a model on handwritten digits, and saves a checkpoint when the launcher asks for one.
+It does that at `elasticctl checkpoint`, and before the job is stopped or restarted, or a node is drained.
 
 Run: elasticrun --standalone --nproc-per-node 3 examples/operate/train.py
 Try: elasticctl checkpoint, elasticctl stop, and run it again. `make demo-operate` does this on three nodes.
 
-The batches depend only on the step and the rank. So a training that was stopped ends with the same
-parameters, bit by bit, as one that was not.
+The data of a batch depend only on the step and the rank. So a training that was stopped and continued ends
+with the same parameters, bit by bit, as one that was never stopped.
 """
 
 import argparse
@@ -65,7 +65,7 @@ def train(arguments: argparse.Namespace) -> None:
         step += 1
         if rank == 0 and step in (arguments.tell, arguments.steps):
             tell(f"after step {step}: sum of the parameters {sum_of(model)}")
-        if wish := checkpoint_requested():  # "save" or "stop", on all ranks in the same step
+        if wish := checkpoint_requested():  # All ranks get "save" or "stop" in the same step.
             if rank == 0:
                 save(arguments.checkpoint, model, optimizer, step)
             tell(f"rank {rank} is asked to {wish} after step {step}")
@@ -93,7 +93,7 @@ def load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
 
 
 def save(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
-    """Write the checkpoint to another file first, so that the last one is never lost."""
+    """Save a checkpoint. Write it to another file first, so that the checkpoint before is never lost."""
     new = path.with_suffix(".new")
     torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}, new)
     new.replace(path)

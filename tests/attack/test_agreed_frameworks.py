@@ -35,7 +35,7 @@ def test_lightning_saves_the_same_step_on_all_ranks_again_and_again(launch, tmp_
         agents[0].read_for(moments.uniform(0, 0.1))
         for each in agents:
             each.signal(signal.SIGUSR1)
-        # A rank that saves while another one trains waits forever, and the end is never printed.
+        # If one rank saved while another one trained, it would wait forever, and never print these lines.
         found = [match for each in agents for match in each.wait_for_lines(r"SAVES \d+ (.*)", ranks * number)]
         host = next(each for each in agents if "SAVES 0 " in each.stdout)
         host.wait_for_line(rf"SAVED {number}$")
@@ -43,7 +43,7 @@ def test_lightning_saves_the_same_step_on_all_ranks_again_and_again(launch, tmp_
         each.signal(signal.SIGTERM)
     for each in agents:
         each.wait(60)
-    # One line for each rank and request, with as many updates of the parameters as steps.
+    # Each rank has printed one line for each request. In it, the parameters were updated once in each step.
     saved = Counter(match[1] for match in found)
     assert sum(saved.values()) == REQUESTS * nodes * ranks
     assert set(saved.values()) == {nodes * ranks}

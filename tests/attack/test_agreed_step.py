@@ -70,7 +70,7 @@ def test_all_ranks_act_on_a_request_at_the_same_step(job, loop, handler, ranks):
     digests = Counter(len({digest for _, _, digest in each}) == 1 for each in found)
     places = Counter(place for each in found for _, place, _ in each)
     assert (tally[False], digests[False]) == (0, 0), (tally, digests, places)
-    # With heartbeats, a step begins where the loop sends one.
+    # If heartbeats are counted as steps, a step begins at the place in the loop that sends one.
     assert set(places) == {"work" if loop == "own" and handler == "note" else "end"}
 
 

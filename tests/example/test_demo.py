@@ -1,4 +1,4 @@
-"""The demo in the package, and the summary that it prints about a run."""
+"""The demo `python -m elasticrs.demo`, and the summary that it prints about its run."""
 
 import json
 import sys

@@ -1,4 +1,4 @@
-"""The demo in which a user operates a training on three nodes."""
+"""The demo `make demo-operate`, which operates a training on three nodes as a user would."""
 
 import pytest
 

@@ -55,8 +55,8 @@ class Run:
         return first
 
     def lost(self):
-        """Return for each restart how many steps that a rank had begun were done again. The step in which the
-        rank died is none of them.
+        """Return, for each restart, the number of steps that were done again although they had been begun
+        before. Do not count the newest of these, in which the rank died.
         """
         steps = {}
         for attempt, event, step, *_ in self.records[0] + self.records[1]:
@@ -127,7 +127,7 @@ MOMENTS = {
     "last step": [[0, 1, "forward", 23, "SIGKILL"]],
     "end": [[0, 1, "done", 24, "SIGKILL"]],
 }
-"""Moments at which ranks die: attempt, rank, moment, step, and how."""
+"""For each test, when ranks die: a list of attempt, rank, moment, step and manner of each death."""
 
 STRANGERS = {
     "with_lightning": {"checkpoints": 8, "options": {"val_check_interval": 8}},
@@ -153,7 +153,7 @@ def test_a_script_goes_on_wherever_a_rank_dies(calm, train, stranger, moment):
     _, hurt = ends_as_without(calm, train, program, MOMENTS[moment], **settings)
     assert {record[0] for record in hurt.records[0]} == set(range(len(MOMENTS[moment]) + 1))
     most = settings["every"] + 1 if "sharded" in settings else 0
-    # DCP writes its first parts before the first step.
+    # Nothing is listed if the rank died before the first step, as when DCP saves its first files.
     assert max(hurt.lost(), default=0) <= most
 
 

@@ -211,8 +211,9 @@ def test_once_a_generation_is_secured_the_loss_of_a_node_leaves_a_common_step(co
 
 
 class Fixed:
-    """Model of sharded ranks that all copy their state after each ``every`` steps, and compare the copies. A
-    rank makes a step when all have sent their gradients to it, and its own copy is complete.
+    """Model of ranks on several nodes that each have a part of the state. They all copy their parts every
+    ``every`` steps, and compare which copies they have. A rank ends a step when all ranks have sent their
+    gradients, and when its own last copy is complete.
     """
 
     def __init__(self, count, every, random):
@@ -277,8 +278,8 @@ def test_ranks_of_several_nodes_never_overwrite_their_last_common_step(count, ev
         act(rank)
     before, dead = model.common(), model.random.choice([None, *model.ranks])
     if dead is None:
-        # All ranks live: an exception, or a stop. Each ends its step, learns which copies the others have,
-        # and copies its state.
+        # No rank has died, as at an exception or a stop. Then each rank still ends its step, learns which
+        # copies the other ranks have, and then copies its state.
         while work := [each for each in model.actions() if each[0] != model.send]:
             act, rank = model.random.choice(work)
             act(rank)

@@ -57,7 +57,8 @@ def test_state_that_is_copied_at_an_order_is_restored_exactly(agent):
     head = agent.file().words
     assert (head[Head.ENDED], head[Head.CHECK_STEP], head[Head.RESTORED]) == (4, 3, 0)
 
-    for _ in range(2):  # The training does not write into the copy from which it goes on.
+    # Restore the same copy twice, because the training must not write into the copy from which it goes on.
+    for _ in range(2):
         agent.begin(step=3)
         with agent.worker(preamble=model()) as worker:
             assert worker.run("keep.restore()") == 3
@@ -72,7 +73,7 @@ WRITERS = {
     "fused": "torch.optim.AdamW(net.parameters(), lr=0.01, fused=True)",
     "data": "Plain(net.parameters(), {'lr': 0.01})",
 }
-"""Optimizers. torch counts only the changes of the first one in the versions of tensors."""
+"""Optimizers. Only the first one changes tensors so that torch counts the changes (in `_version`)."""
 
 
 @pytest.mark.parametrize("writer", WRITERS.values(), ids=WRITERS)
@@ -173,7 +174,9 @@ def test_rank_of_several_nodes_ends_the_step_whose_gradients_it_has(agent, nodes
 
 @pytest.mark.parametrize(("is_agreed", "step"), [(False, 3), (True, 4)])
 def test_rank_of_several_nodes_copies_an_agreed_step_right_after_another_copy(agent, is_agreed, step):
-    """Without agreement, another rank may still be making its copy of step 3, and may die."""
+    """If the ranks have not stopped after an agreed step, the copy of step 2 must stay, because another
+    rank may die while it still makes its copy of step 3.
+    """
     agent.begin()
     with agent.worker(preamble="os.environ['GROUP_WORLD_SIZE'] = '2'") as worker:
         worker.run(model(every=1, replicated=False))

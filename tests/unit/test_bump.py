@@ -1,4 +1,4 @@
-"""One command sets the version of a release in all files that contain it."""
+"""The tool `tools/bump.py`, which sets the version of a release in all files that contain it."""
 
 import re
 from pathlib import Path

@@ -32,7 +32,9 @@ def anchors(page):
 
 
 def test_the_side_bar_has_at_most_35_links():
-    """Its links are those at the end of README.md. Pages listed in ``index.md`` are folded below them."""
+    """The side bar of the site shows the links at the end of README.md. The pages that an ``index.md`` lists
+    are folded below that page's link, so they do not count.
+    """
     _, _, pages = PAGES["README.md"].partition("\n## Documentation\n")
     assert 20 < len(re.findall(r"\]\([^)]*\.md\)", pages)) <= 35
 
@@ -46,7 +48,7 @@ def test_the_examples_on_the_options_page_are_valid():
     examples = re.findall(r"example: `([^`]+)`", PAGES["docs/options.md"])
     assert len(examples) == sum(option.kind is not None for option in OPTIONS)
     for example in examples:
-        with suppress(TextRequested):  # of --check and --print-completion
+        with suppress(TextRequested):  # raised by --check and --print-completion
             parse([*shlex.split(example), "train.py"], {})
 
 

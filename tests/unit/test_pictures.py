@@ -1,4 +1,6 @@
-"""The pictures in docs/pictures show what the records of real runs say. The program still says the same."""
+"""The pictures in docs/pictures show what the records of real runs say, and the launcher still prints the
+messages of these runs.
+"""
 
 import json
 import re
@@ -12,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture(scope="module")
 def program():
-    """The source code of the package, with messages in one piece."""
+    """The source code of the package, in which each message of several strings is put into one piece."""
     files = sorted((ROOT / "python/elasticrs").rglob("*.py"))
     text = "\n".join(file.read_text(encoding="utf-8") for file in files)
     return re.sub(r'"\s*\n\s*f?"', "", text)
@@ -75,7 +77,7 @@ MESSAGES = {
     "hang": ("keeps the other ranks waiting", "did not enter it", "no heartbeat"),
     "node-lost": ("was lost", "stopping the workers of round", "no restart charged", "the job can continue"),
 }
-"""Pieces of the messages in the recordings, without figures and names, which differ between runs."""
+"""For each recording, parts of the messages in it, without figures and names, which differ between runs."""
 
 
 @pytest.mark.parametrize(("name", "message"), [(name, each) for name in MESSAGES for each in MESSAGES[name]])

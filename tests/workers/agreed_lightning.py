@@ -1,9 +1,9 @@
-"""A usual training with Lightning under Slurm. On SIGUSR1, Lightning's own handler saves a checkpoint, and
-has Slurm queue the job again.
+"""A usual training with Lightning that believes to run under Slurm. On SIGUSR1, Lightning's own handler saves
+a checkpoint, and calls a command that has Slurm queue the job again. Here, that command does nothing.
 
-Usage: ``agreed_lightning.py FOLDER`` as the program of a job. It prints ``BEGUN RANK`` after three steps,
-``SAVES RANK STEP UPDATES`` with the numbers of steps and of updates of the parameters in the checkpoint, and
-``SAVED NUMBER`` on rank 0 when that is saved. The command that queues the job again does nothing.
+Usage: ``agreed_lightning.py FOLDER`` as the program of a job. It prints ``BEGUN RANK`` after three steps.
+When a rank saves, it prints ``SAVES RANK STEP UPDATES``, with the numbers of steps and of updates of the
+parameters in the checkpoint. When the checkpoint is saved, rank 0 prints ``SAVED NUMBER``.
 """
 
 import logging
@@ -29,7 +29,7 @@ def say(text):
 
 
 class Slurm(SLURMEnvironment):
-    """Lightning's support of Slurm, in which the ranks and the address come from the launcher."""
+    """Lightning's support of Slurm, but ranks and address come from the variables that elasticrs sets."""
 
     creates_processes_externally = True
     main_address = property(lambda _self: os.environ["MASTER_ADDR"])

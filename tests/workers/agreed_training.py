@@ -1,13 +1,14 @@
 """A training whose script handles signals as usual scripts do, without a line for elasticrs.
 
-Usage: ``agreed_training.py LOOP HANDLER [FOLDER]`` as the program of a job. ``LOOP``: how a step is made.
-With ``compiled`` and ``compiled_first``, torch does not report the steps of the optimizer, which come before
-or after ``zero_grad``. With ``own``, the optimizer is not torch's, and the loop sends heartbeats.
-``HANDLER``: what the script does on SIGUSR1 and, with ``FOLDER``, on SIGTERM:
+Usage: ``agreed_training.py LOOP HANDLER [FOLDER]`` as the program of a job. ``LOOP`` says how a step is made.
+With ``compiled`` and ``compiled_first``, torch does not report the steps of the optimizer. They come before
+``zero_grad`` with ``compiled``, and after it with ``compiled_first``. With ``own``, the optimizer is not
+torch's, and the loop sends heartbeats. ``HANDLER`` says what the script does on SIGUSR1 and, with ``FOLDER``,
+on SIGTERM:
 
-- ``note``: the handler prints step, place in the loop, and digest of the state that a save would have.
-- ``flag``: the handler sets a flag. The loop looks at it after each step, and prints the same there. After
-  SIGTERM, it also saves the state in ``FOLDER``, and exits with code 7.
+- ``note``: the handler prints the step, the place in the loop, and a digest of the state that it could save.
+- ``flag``: the handler sets a flag. The loop looks at the flag after each step, and prints the same there.
+  After SIGTERM, the loop also saves the state in ``FOLDER``, and exits with code 7.
 - ``save``: like ``note``, but on SIGTERM, the handler also saves the state in ``FOLDER``, between two
   barriers as in most scripts, and exits with code 7.
 

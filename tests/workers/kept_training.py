@@ -117,7 +117,7 @@ class Fused(Training):
 
 
 class Compiled(Training):
-    """An optimizer whose steps torch does not report."""
+    """A training whose optimizer is compiled, so that torch's hooks do not report the steps."""
 
     def make_optimizers(self):
         optimizers = super().make_optimizers()

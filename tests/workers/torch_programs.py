@@ -12,7 +12,7 @@ import sys
 import traceback
 import types
 
-import torch._dynamo  # The first step of an optimizer would import it in each fork.
+import torch._dynamo  # Import it once here. Otherwise, each fork would do so at its optimizer's first step.
 import torch.distributed  # noqa: F401
 
 main = sys.modules["__main__"] = types.ModuleType("__main__")
@@ -68,7 +68,7 @@ def start(order):
 
 
 gc.collect()
-gc.freeze()  # Garbage collection in a fork would copy all pages with torch's objects.
+gc.freeze()  # Otherwise, garbage collection in a fork would copy all pages with torch's objects.
 print("torch is there", flush=True)
 for line in sys.stdin:
     order = json.loads(line)

@@ -1,9 +1,9 @@
-"""What a program of the tests writes down, and the moments at which it dies.
+"""Lets the training programs of the tests record what they do, and die at chosen moments.
 
-``KEEP_TEST`` is a JSON object: ``folder``, and ``die``: a list of ``[attempt, rank, moment, step, how]``. The
-moments ``copy``, ``restore`` and ``save`` are in the middle of a copy that `Keep` makes, of its restore, and
-of a checkpoint. Instead of a step, they have the number of the copy, of the restore, or of the checkpoint's
-parts.
+The variable ``KEEP_TEST`` is a JSON object. Its ``folder`` is the one for the records, and ``die`` lists when
+ranks die, as ``[attempt, rank, moment, step, how]``. At the moments ``copy``, ``restore`` and ``save``, the
+rank is in the middle of copying its state for `Keep`, of restoring it, or of saving a checkpoint. For these
+moments, the number of the copy, of the restore, or of the saved file stands in place of the step.
 """
 
 import json

@@ -1,5 +1,5 @@
-"""A training of a small GPT in the manner of nanoGPT, with four lines of Keep. With the setting ``sharded``,
-FSDP2 divides its model, and DCP writes its checkpoints.
+"""A training of a small GPT in the manner of nanoGPT, with the four lines that `Keep` needs. With the setting
+``sharded``, FSDP2 divides its model among the ranks, and DCP (torch's library for that) saves checkpoints.
 """
 
 import os
@@ -121,6 +121,6 @@ def main(folder):
 
 
 main(setting("folder"))
-# Threads of gloo now and then abort the interpreter's own exit (torch 2.15).
+# Skip the interpreter's shutdown, because threads of gloo sometimes abort the process there (torch 2.15).
 sys.stdout.flush()
 os._exit(0)

@@ -47,7 +47,7 @@ class Watched(Trainer):
 
 class Watch(TrainerCallback):
     step = 0
-    """The step that has ended, for the data set."""
+    """Number of the last step that has ended, which the data set reads."""
 
     def on_pre_optimizer_step(self, _args, state, _control, **_):
         moment("before optimizer", state.global_step)
