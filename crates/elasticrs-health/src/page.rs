@@ -1,8 +1,8 @@
 //! The page for browsers, and the events that keep it current.
 //!
-//! The page is the same for every job: it shows the texts that come as server-sent events. The agent's loop renders
-//! these texts when the server asks it, once a second while at least one browser listens, so that nobody pays for a
-//! page that is not open.
+//! The page is an HTML file, the same one for every job. Its script shows texts about the job, which arrive as
+//! server-sent events. The agent's loop renders these texts when the server asks it, once a second while at least one
+//! browser listens to the events, so that the agent has no work for a page that is not open.
 //!
 //! - **PAGE-1** At most [`MAX_VIEWERS`] browsers listen. They do not count as connections in the sense of HEALTH-2.
 //! - **PAGE-2** A browser gets an event at most once a second, and only if the text has changed. All browsers get the
@@ -26,17 +26,17 @@ use crate::server::{CLIENT_LIMIT, Shared, Stream};
 
 /// Maximum number of browsers that listen at the same time (PAGE-1).
 pub const MAX_VIEWERS: usize = 8;
-/// Path of the events.
+/// Path at which a browser gets the events of the page.
 pub(crate) const EVENTS: &str = "/status/stream";
 /// Minimum time between two events (PAGE-2).
 const PERIOD: Duration = Duration::from_secs(1);
-/// Time without an event after which a browser gets an empty line, so that a lost connection is noticed.
+/// Time without an event after which the server sends an empty line to a browser, to notice a lost connection.
 const SILENCE: Duration = Duration::from_secs(15);
 
 const PAGE: &str = include_str!("page.html");
 
-/// Value of the header `Content-Security-Policy` of the page: it runs the script and uses the styles that are in it,
-/// and connects only to this server.
+/// Value of the header `Content-Security-Policy` of the page. It allows the page to run only the script and to use only
+/// the styles that are in the page itself, and to connect only to this server.
 pub(crate) static POLICY: LazyLock<String> = LazyLock::new(|| {
     let hash_of = |tag: &str| {
         let inside = PAGE.split_once(&format!("<{tag}>")).and_then(|(_, rest)| rest.split_once(&format!("</{tag}>")));
@@ -50,7 +50,7 @@ pub(crate) static POLICY: LazyLock<String> = LazyLock::new(|| {
     )
 });
 
-/// Returns the page.
+/// Returns the response that has the HTML file of the page.
 pub(crate) fn page() -> Response {
     Response { status: 200, kind: HTML, body: PAGE.into() }
 }
@@ -64,22 +64,22 @@ fn base64(bytes: &[u8]) -> String {
     digits.collect()
 }
 
-/// What all browsers that listen have in common.
+/// State of the page that is common to all browsers that listen to its events.
 #[derive(Debug, Default)]
 pub(crate) struct Live {
     viewers: AtomicUsize,
-    /// True while a task asks the agent's loop for texts.
+    /// True while [`keep_current`] runs, which asks the agent's loop for texts.
     is_kept_current: AtomicBool,
-    /// True if the agent's loop is to render a text with its next answer.
+    /// True if the agent's loop is to render a text of the page before its next answer to the server.
     is_wanted: AtomicBool,
-    /// The text that the agent's loop has rendered last, a JSON value in one line. Empty before the first one.
+    /// The last text of the page that the agent's loop has rendered, a JSON value in one line. Empty before the first.
     text: Mutex<String>,
-    /// The event that browsers get, in the format of server-sent events. Empty before the first one.
+    /// The last event that browsers get, in the format of server-sent events. Empty before the first one.
     event: watch::Sender<Arc<str>>,
 }
 
 impl Live {
-    /// Returns true if the agent's loop is to render a text, once for each request.
+    /// Returns true if the agent's loop is to render a text of the page. Returns true only once for each request.
     pub(crate) fn take_request(&self) -> bool {
         self.is_wanted.swap(false, Ordering::Relaxed)
     }
@@ -90,11 +90,12 @@ impl Live {
     }
 
     pub(crate) fn set_text(&self, text: &str) {
-        // JSON has line ends only between values. In an event, they would begin another field.
+        // Replace the line ends, because in an event they would begin another field. JSON has them only between values.
         *lock(&self.text) = text.replace(['\r', '\n'], " ");
     }
 
-    /// Tells all browsers the last text. `stuck` is the reason why the agent's loop has rendered none since then.
+    /// Sends the last text of the page to all browsers. `stuck` is the reason why the agent's loop does not answer the
+    /// server, so that it has rendered no newer text; `None` if it answers.
     pub(crate) fn tell(&self, stuck: Option<&str>) {
         let text = lock(&self.text);
         if text.is_empty() && stuck.is_none() {
@@ -113,11 +114,12 @@ impl Live {
     }
 }
 
-/// Permission of one browser to listen. While a browser has one, a task keeps the text current.
+/// Permission of one browser to listen to the events of the page. While at least one browser has it, the text of the
+/// page is kept current.
 pub(crate) struct Seat(Arc<Shared>);
 
 impl Seat {
-    /// Returns `None` if too many browsers listen already.
+    /// Gives a permission to a browser. Returns `None` if [`MAX_VIEWERS`] browsers listen already.
     pub(crate) fn take(shared: &Arc<Shared>) -> Option<Self> {
         let live = &shared.live;
         if live.viewers() >= MAX_VIEWERS {
@@ -125,17 +127,17 @@ impl Seat {
         }
         live.viewers.fetch_add(1, Ordering::Relaxed);
         if !live.is_kept_current.swap(true, Ordering::Relaxed) {
-            // This is an event from an earlier time, when other browsers listened.
+            // Delete the last event, because it is from the time when other browsers listened.
             live.event.send_replace("".into());
             tokio::task::spawn_local(keep_current(Arc::clone(shared)));
         }
         Some(Self(Arc::clone(shared)))
     }
 
-    /// Sends the events to a browser until it disconnects.
+    /// Sends the events of the page to a browser until it disconnects.
     pub(crate) async fn serve(self, mut stream: impl Stream) {
         let mut events = self.0.live.event.subscribe();
-        // The last event is new to this browser.
+        // Begin with the last event, because this browser has not received it.
         events.mark_changed();
         let mut next: Arc<str> = head_of_events().into();
         let mut ignored = [0; 64];
@@ -149,7 +151,7 @@ impl Seat {
                     Ok(()) => Arc::clone(&events.borrow_and_update()),
                     Err(_) => return,
                 },
-                // A browser sends nothing more, so this is the end of the connection or not a browser.
+                // A browser sends nothing after its request, so the connection has ended, or this is no browser.
                 _ = stream.read(&mut ignored) => return,
                 () = sleep(SILENCE) => ":\n\n".into(),
             };
@@ -163,7 +165,8 @@ impl Drop for Seat {
     }
 }
 
-/// Asks the agent's loop for a text once a second, and tells it to all browsers, until none listens.
+/// Asks the agent's loop for a text of the page once a second, and sends the text to all browsers, until no browser
+/// listens.
 async fn keep_current(shared: Arc<Shared>) {
     let live = &shared.live;
     while live.viewers() > 0 {
@@ -171,7 +174,7 @@ async fn keep_current(shared: Arc<Shared>) {
         live.is_wanted.store(true, Ordering::Relaxed);
         let mut report = shared.ask().await;
         if report.reason.is_none() && live.is_wanted.load(Ordering::Relaxed) {
-            // The loop has not been asked, because its answer to an earlier request was still fresh.
+            // The loop was not asked and has rendered no text, because its answer to an earlier request was still fresh.
             sleep(FRESH).await;
             report = shared.ask().await;
         }
@@ -181,8 +184,8 @@ async fn keep_current(shared: Arc<Shared>) {
     live.is_kept_current.store(false, Ordering::Relaxed);
 }
 
-/// Returns the head of a response to which events are added one by one. It tells the browser to connect again 2 s
-/// after a lost connection, and a proxy not to wait for more.
+/// Returns the head of the HTTP response whose body consists of the events, which follow one by one. It tells the
+/// browser to connect again 2 s after a lost connection, and a proxy to pass each event on at once.
 fn head_of_events() -> &'static str {
     "HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nCache-Control: no-store\r\nX-Accel-Buffering: no\r\n\
      Connection: close\r\n\r\nretry: 2000\n\n"

@@ -43,7 +43,7 @@ pub(crate) const ANSWER_LIMIT: Duration = Duration::from_secs(1);
 const MAX_DROPPED: usize = 256 * 1024;
 /// How long a page of metrics is reused.
 const PAGE_FRESH: Duration = Duration::from_millis(100);
-/// Time in which the browsers get the last text before the server ends.
+/// Time for which the server waits before it ends, so that browsers get the last text of the page.
 const LAST_TEXT: Duration = Duration::from_millis(20);
 /// Delay before the next attempt to accept a connection to the control socket after an error.
 const PAUSE: Duration = Duration::from_millis(100);
@@ -158,8 +158,8 @@ impl Handle {
         self.shared.orders.reply(number, line, is_last);
     }
 
-    /// Returns true if the agent is to call [`Self::tell_page`] before its next [`Self::answer`]. True once for each
-    /// request.
+    /// Returns true if browsers wait for a text of the page, so that the agent is to call [`Self::tell_page`] before its
+    /// next [`Self::answer`]. Returns true only once for each text.
     pub fn wants_page(&self) -> bool {
         self.shared.live.take_request()
     }
@@ -249,8 +249,9 @@ impl Handle {
         counts(&mut lock(&self.shared.registry), Instant::now())
     }
 
-    /// Stops the server and its threads, see HEALTH-5. If browsers listen, gives them 20 ms to get the last text.
-    /// Idempotent. In a forked child, does nothing, because the threads exist only in the parent.
+    /// Stops the server and its threads, see HEALTH-5. If browsers listen to the events of the page, first sends them
+    /// the last text, and waits 20 ms. Idempotent. In a forked child, does nothing, because the threads exist only in
+    /// the parent.
     pub fn close(&self) {
         if std::process::id() != self.owner {
             return;
@@ -268,7 +269,8 @@ impl Handle {
                     drop(told);
                 })
             }));
-            // This is always an error: nothing is sent, or the server's thread hangs.
+            // Ignore the result. It is always an error, because nothing is sent: the sender is dropped when the time
+            // is over, or the server's thread hangs.
             let _ = is_told.recv_timeout(ANSWER_LIMIT);
         }
         drop(runtime);
@@ -355,7 +357,8 @@ pub(crate) trait Stream: AsyncRead + AsyncWrite + AsRawFd + Unpin + 'static {}
 
 impl<S: AsyncRead + AsyncWrite + AsRawFd + Unpin + 'static> Stream for S {}
 
-/// Serves one client. A browser that listens to the events of the page leaves the connections of HEALTH-2.
+/// Serves one client. A browser that begins to listen to the events of the page no longer counts as a connection in
+/// the sense of HEALTH-2.
 async fn attend(mut stream: impl Stream, shared: Arc<Shared>, caller: Option<Caller>) {
     if let Some(seat) = serve(&mut stream, &shared, caller).await {
         tokio::task::spawn_local(seat.serve(stream));
@@ -364,7 +367,7 @@ async fn attend(mut stream: impl Stream, shared: Arc<Shared>, caller: Option<Cal
 
 /// Serves one request, within the time limits of HEALTH-1. An error affects only this client. `caller` is the process
 /// that has connected to the control socket; `None` over TCP, where a client can only read the state of the job.
-/// Returns `Some` without an answer if the client is to get the events of the page.
+/// If the client is to get the events of the page, sends nothing yet, and returns its permission to listen to them.
 async fn serve(stream: &mut impl Stream, shared: &Arc<Shared>, caller: Option<Caller>) -> Option<Seat> {
     let Ok(Ok(received)) = timeout(CLIENT_LIMIT, receive(stream)).await else { return None };
     let (response, head_only) = match (received, caller) {
@@ -372,8 +375,8 @@ async fn serve(stream: &mut impl Stream, shared: &Arc<Shared>, caller: Option<Ca
             (Response::text(403, "this job belongs to another user"), false)
         }
         (Err(refusal), _) => (refusal, false),
-        // A user may forward a port to the control socket, to open the page in a browser. No page in that browser may
-        // send orders.
+        // Refuse orders from browsers: a user may forward a port to the control socket to open the page in a browser,
+        // and any other page in that browser could then send orders.
         (Ok((Request { method: Method::Post, is_from_page: true, .. }, _)), _) => {
             (Response::text(403, "orders come from elasticctl, not from a browser"), false)
         }
