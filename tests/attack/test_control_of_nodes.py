@@ -21,7 +21,9 @@ HANDLES = "import signal; signal.signal(signal.SIGUSR1, lambda *_: None)\n" + WA
 
 @pytest.fixture
 def agents(launch, worker_script, sockets):
-    """Four agents of a job that goes on with any of them. Their store is a program of its own."""
+    """Four agents of a job, which continues as long as one of them is left. The store in which they meet runs
+    in a process of its own, so it survives the death of any agent.
+    """
     port = ports.free()
     store = launch(f"--port={port}", argv=(sys.executable, "-m", "elasticrs.store"))
     wait_until(lambda: ports.listens(store.pid, port))
@@ -29,7 +31,7 @@ def agents(launch, worker_script, sockets):
     env = {"ELASTICRS_CONTROL_DIR": str(sockets)}
     started = []
     for _ in range(4):
-        # The first agent leads the job, so start the others after it.
+        # Wait for each agent before the next one starts, so that the first one becomes the leader.
         started.append(launch(*options, worker_script(HANDLES), env=env))
         is_there = sockets.joinpath(f"{started[-1].pid}.sock").exists
         wait_until(is_there)
@@ -40,7 +42,9 @@ def agents(launch, worker_script, sockets):
 
 
 def is_whole(sockets, agents):
-    """Return true if all these agents run workers of a round that has no other nodes."""
+    """Return true if all these agents run workers in a round (an attempt of all nodes), and no other agent
+    takes part in it.
+    """
     found = [status_of(sockets, agent) for agent in agents]
     sizes = {(each["state"], (each["group"] or {}).get("world_size")) for each in found}
     return sizes == {("HEALTHY", len(agents))}

@@ -51,7 +51,7 @@ HEARTBEATS = """
         return wishes.pop() if wishes else ""
 """
 BEATS = IN_STEP.replace("    from elasticrs import checkpoint_requested\n", HEARTBEATS)
-"""The same program with handlers of its own for the signals. It sends a heartbeat in each step."""
+"""Program as ``IN_STEP``, but with its own handlers for SIGTERM and SIGUSR1, and a heartbeat in each step."""
 
 
 @pytest.fixture

@@ -1,5 +1,5 @@
-"""The program ``elasticctl`` acts on a job of several nodes from any of them. All agents run on this machine,
-but each has a host name of its own.
+"""Commands of ``elasticctl`` that act on all nodes of a job, given on any one of them. All agents run on this
+machine, but each has a host name of its own.
 """
 
 import json
@@ -29,7 +29,7 @@ DEAF = SAVES.replace("signal.signal(", "os.environ['RANK'] != '2' and signal.sig
 
 
 class Nodes:
-    """A job whose agents run on this machine, each with a host name: n0, n1, …"""
+    """A job of several agents, which run on this machine, but have different host names: n0, n1, …"""
 
     def __init__(self, launch, sockets, nnodes, count, nproc, *command):
         self._launch, self._folder = launch, sockets
@@ -51,7 +51,7 @@ class Nodes:
             agent.wait_for_lines(r"here (\d+) (\d+)\.", nproc)
 
     def start(self, number=None):
-        """Start another agent, or again that of a host."""
+        """Start another agent. With ``number``, start one with the host name of an earlier agent."""
         number = len(self.agents) if number is None else number
         command = ("unshare", "--uts", "sh", "-c", f'hostname n{number}; exec "$@"', "sh")
         env = {"ELASTICRS_CONTROL_DIR": str(self._folder)}
@@ -60,7 +60,7 @@ class Nodes:
         return agent
 
     def by_host(self):
-        """Return the agents: first the one that hosts the store in which they meet."""
+        """Return the agents, beginning with the one that hosts the store in which they meet."""
         return sorted(self.agents, key=lambda agent: not ports.listens(agent.pid, self._port))
 
 
@@ -84,7 +84,7 @@ def test_any_node_is_drained_from_another_one_and_stays_out(nodes, sockets, aske
         code, text = asked("drain", name, "--stay-out", f"--job={asker.pid}")
         if code == 0:
             break
-        # This node may host the store in which the nodes meet, and may not leave then.
+        # The order is refused if this node hosts the store in which the nodes meet. Then try the next node.
         assert (code, f"{name} hosts the store" in text) == (5, True), text
     assert f"{name} leaves the job: SIGTERM to the workers; 2 nodes continue; SIGTERM sent to 1 rank" in text
     assert re.search(r"attempt 0 of round 2 is running on 2 nodes, after", text)
@@ -152,7 +152,7 @@ def test_the_ranks_of_all_nodes_are_shown_while_somebody_asks(nodes, sockets, as
     assert rows == [[str(rank), hosts[rank]] for rank in range(3)]
     told = json.loads(asked("status", "--json", f"--job={job.agents[0].pid}")[1])["others"]
     assert [each["node"] for each in told] == [hosts[each["group_rank"]] for each in told]
-    # The agents of the other nodes have been asked a single time, because two seconds have not passed.
+    # The second command shows the other agents' answers to the first one, which are under two seconds old.
     assert told[0]["age_seconds"] > 0
     stopped = next(each for each in told if each["node"] == "n2")
     agent = job.agents[2]

@@ -355,7 +355,7 @@ def test_two_jobs_do_not_use_the_same_folder_at_the_same_time(run, saving, tmp_p
     (line,) = (each for each in job.stderr.splitlines() if "is in use" in each)
     assert f"{folder} is in use (the job " in line
     assert str(first.pid) in line
-    first.signal(signal.SIGKILL)  # The kernel unlocks the folder.
+    first.signal(signal.SIGKILL)  # The process ends, so the kernel removes its lock of the folder.
     first.wait()
     reap_adopted()
     assert {plan["step"] for plan in plans_after(run, f"--keep-save={folder}").values()} == {12}

@@ -1,4 +1,4 @@
-"""Runs ``elasticctl`` in tests, and asks agents as it does."""
+"""Runs ``elasticctl`` in tests, and sends requests to agents over the same sockets as it does."""
 
 import json
 from collections.abc import Callable
@@ -35,7 +35,7 @@ words[Agreed.STEPS], words[Agreed.TIME] = 1041, time.monotonic_ns()
 
 @pytest.fixture
 def sockets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder of the Unix sockets for ``elasticctl``, which only the jobs of this test use."""
+    """Folder for the Unix sockets on which agents listen to ``elasticctl``. Only jobs of this test use it."""
     monkeypatch.setenv("ELASTICRS_CONTROL_DIR", str(tmp_path / "c"))
     return tmp_path / "c"
 
@@ -64,7 +64,7 @@ def status_of(sockets: Path, job: Launched) -> dict[str, Any]:
 
 
 def sizes(sockets: Path, agent: Launched) -> tuple[str, int | None] | None:
-    """Return the job's state and number of nodes, as an agent tells them. ``None`` without its socket."""
+    """Ask an agent for the job's state and number of nodes. Return ``None`` if the agent has no socket."""
     if not socket_of(sockets, agent).exists():
         return None
     status = status_of(sockets, agent)

@@ -1,13 +1,15 @@
 """Several simulated hosts on one machine: network namespaces with host names, addresses, hosts files and
 cables.
 
-A host is a shell (`HOLD`) in a network, a UTS and a mount namespace that nobody else has.
-One more of them is the switch: its bridge has a port for each host. All of it is done from inside these
-namespaces, so that the machine's own links, names and mounts are never touched, and none of it has a name,
-so that any number of test runs can share a machine. Pids are the machine's.
+A host is a shell (`HOLD`), the holder, in a network, a UTS and a mount namespace of its own. The switch, to
+which all hosts are connected, is another such shell, with a network bridge that has a port for each host. The
+tests set everything up from inside these namespaces, so they never touch the machine's own links, names and
+mounts. The namespaces have no names, so any number of test runs can share a machine. All processes have the
+pids of the machine.
 
-1. Everything ends with the holders, and each holder ends with this process: after SIGKILL too.
-2. A host's cable is cut at the switch. Nothing is told to its peers: no FIN, no reset.
+1. All processes in the namespaces of a holder end with it, and each holder ends with the process of the
+   tests, even if SIGKILL ends that.
+2. A host's cable is cut at the switch, so the host's peers get no FIN and no reset.
 """
 
 import functools
@@ -53,8 +55,9 @@ for pass in 1 2 3 4 5 6 7 8 9 10; do
     done
 done
 """
-"""Last in the namespaces. The shell ends when the tests say so. If they end without a word, as after SIGKILL,
-it kills all processes in its network namespace, several times, because these may have started others.
+"""Script of a holder, after the set-up. The shell ends when the tests write ``end``. If the tests end without
+that, for example by SIGKILL, it kills all other processes in its network namespace, several times, because
+these may have started others.
 """
 
 
@@ -127,10 +130,10 @@ class Namespaces:
         return network_of(pid) == self._net
 
     def kill(self, pid: int, signum: int = signal.SIGKILL) -> None:
-        """Send a signal to a process, which must run in the namespaces.
+        """Send a signal to a process, which must run in these namespaces.
 
         Raises:
-            ProcessLookupError: it has ended.
+            ProcessLookupError: the process has ended.
         """
         pidfd = os.pidfd_open(pid)
         try:
@@ -143,7 +146,7 @@ class Namespaces:
             os.close(pidfd)
 
     def kill_all(self) -> None:
-        """Kill all processes in the namespaces except for the holder, and wait until they have exited."""
+        """Kill all processes in these namespaces except for the holder, and wait until they have exited."""
         while running := self.processes():
             for each in running:
                 try:

@@ -25,7 +25,7 @@ signal.sigwait([signal.SIGUSR1])
 
 
 def queries():
-    """Return all queries of the dashboard and of the rules."""
+    """Return all queries to Prometheus in the Grafana dashboard and in the alert rules."""
     dashboard = json.loads((CONTRIB / "grafana" / "elasticrs.json").read_text())
     found = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
     found += [
@@ -51,7 +51,7 @@ def test_the_queries_name_only_metrics_and_labels_that_a_job_serves(launch, work
     port, pid = port_of(job), int(job.wait_for_line(r"here 0 (\d+)\.")[1])
     text = wait_until(lambda: get(port, "/metrics")[2], lambda text: "elasticrs_worker_step{" in text)
     samples = [each for family in parser.text_string_to_metric_families(text) for each in family.samples]
-    # Nothing has been put into these, because the job uses neither elasticrs.train nor Keep.
+    # This metric is not served, because the job has not put a value into it.
     named = {sample.name for sample in samples} | {"elasticrs_metric_last"}
     labels = {label for sample in samples for label in sample.labels} | {"instance", "group", "name"}
     for query in queries():
@@ -78,7 +78,7 @@ def test_prometheus_accepts_the_rules_and_they_fire_when_they_should(tmp_path):
     ):
         done = run_program(["promtool", *command])
         assert done.returncode == 0, done.stdout + done.stderr
-    # Grafana replaces its variables, so that Prometheus can parse the queries of the dashboard.
+    # Replace the variables in the dashboard's queries, as Grafana does, so that Prometheus can parse them.
     plain = [re.sub(r"\$__\w+", "5m", query).replace("$run_id", ".+") for query in queries()]
     rules = [
         {"record": f"query:{number}", "expr": query}

@@ -1,4 +1,4 @@
-"""The page of the health check server, and the events that keep it current, as a browser gets them."""
+"""The health check server's page for browsers, and the events by which the server keeps it current."""
 
 import base64
 import hashlib
@@ -34,7 +34,7 @@ os.write(1, f"here {os.environ['RANK']} {os.getpid()}.\\n".encode())
 signal.sigwait([signal.SIGUSR1])
 """
 VIEWERS = 8
-"""The most browsers that can listen at the same time."""
+"""Maximum number of browsers that can listen to the events at the same time."""
 
 
 class Listener:
@@ -78,7 +78,9 @@ def listen():
 
 
 class Agent:
-    """Answers the requests of a server as an agent's loop does, and renders :attr:`text` for its page."""
+    """Takes the place of an agent's loop: answers the requests of the server, and gives the server
+    :attr:`text` as the text of its page.
+    """
 
     def __init__(self, server):
         self.server, self.text, self.asked = server, {"n": 1}, 0
@@ -99,12 +101,12 @@ class Agent:
         os.eventfd_write(self._end, 1)
         self._thread.join()
         os.close(self._end)
-        self.server = None  # pytest keeps this object a little longer.
+        self.server = None  # Release the server, because pytest keeps this object longer.
 
 
 @pytest.fixture
 def serve():
-    """Return a function that starts a server which no agent answers."""
+    """Return a function that starts a server whose requests no agent answers."""
     servers = []
 
     def serve():
@@ -163,13 +165,13 @@ def test_an_event_comes_only_if_the_text_has_changed(agent, listen):
     begun = time.monotonic()
     assert browser.next() == {"stuck": None, "view": {"n": 2}}
     agent.text = {"n": 3}
-    # Two events are a second apart, so the third text comes later than the second one was set.
+    # Events are at least a second apart, so the third text comes about a second after the second one.
     assert browser.next()["view"] == {"n": 3}
     assert time.monotonic() - begun > 0.9
 
 
 def test_the_agent_is_asked_for_a_text_only_while_a_browser_listens(agent, listen):
-    # The server reuses the answer to this request, but the browser needs a text, and not only an answer.
+    # The server may reuse the agent's answer to this request, but must ask again when a browser needs a text.
     assert get(agent.server.port, "/status")[0] == 200
     assert agent.asked == 0
     browser = listen(agent.server.port)
@@ -189,7 +191,7 @@ def test_a_ninth_browser_is_refused_and_listeners_take_no_place_of_other_clients
     ninth = listen(port)
     assert ninth.status == 503
     assert str(VIEWERS) in ninth.response.read().decode()
-    # More clients than there are places replace each other, but no browser.
+    # These clients are more than the server allows. They replace each other, but not the browsers.
     idle = [socket.create_connection(("127.0.0.1", port)) for _ in range(80)]
     assert get(port, "/healthz")[0] == 200
     agent.text = {"n": 2}
@@ -214,7 +216,7 @@ def test_a_browser_that_does_not_read_delays_nobody(agent, listen):
             agent.text = {"n": number, "much": agent.text["much"]}
             assert get(port, "/healthz")[0] == 200
         slow.settimeout(procs.HANG)
-        # The server disconnects it: nothing is held for a client that does not read.
+        # The server disconnects this client, because it does not read.
         with suppress(ConnectionError):
             while slow.recv(1 << 20):
                 pass
@@ -290,7 +292,7 @@ def test_the_page_is_also_served_over_the_control_socket_but_takes_no_orders(
             return connection.getresponse().status
 
     assert answer("GET", "/") == 200
-    # A web page in the browser of a user who has forwarded a port to the socket must not act on the job.
+    # If a user has forwarded a port to the socket, a web page in the user's browser must not act on the job.
     assert answer("POST", "/do", Origin="http://localhost:8080") == 403
     assert answer("GET", "/status", Host="evil.example") == 421
     assert answer("GET", "/status/stream", Host="evil.example") == 421
@@ -339,7 +341,7 @@ LOOKS = [("light", 1120), ("dark", 1120), ("phone", 500)]
 def browser():
     with closing(BROWSER.Browser(BROWSER.find_browser())) as browser:
         yield browser
-    # The tests adopt the processes that the browser has started and left.
+    # Wait for the processes that the browser has started and left, because the test process adopts them.
     for path in Path("/proc").glob("[0-9]*/stat"):
         with suppress(FileNotFoundError, ProcessLookupError):
             name, _, rest = path.read_text().partition("(")[2].rpartition(")")
@@ -351,12 +353,14 @@ def browser():
 
 
 def look(browser, port, words, folder, name):
-    """Open the page in each look, keep a picture of it, and return its text."""
+    """Open the page with light colors, with dark colors, and as on a phone. Write a picture of each into
+    ``folder``, and return the text of the last one.
+    """
     for theme, width in LOOKS:
         browser.open(f"http://127.0.0.1:{port}/", width=width, is_dark=theme == "dark")
         text = browser.wait_for(words, procs.HANG)
         (folder / f"{name}-{theme}.png").write_bytes(browser.picture())
-        # Nothing is wider than the window, and the policy of the page forbids nothing that the page does.
+        # Nothing on the page may be wider than the window.
         assert browser.evaluate("document.documentElement.scrollWidth") == width
         assert browser.evaluate("getComputedStyle(document.body).backgroundColor") == (
             "rgb(15, 19, 23)" if theme == "dark" else "rgb(255, 255, 255)"
@@ -403,7 +407,7 @@ def test_a_browser_shows_which_of_256_ranks_to_look_at(agent, browser, tmp_path)
 
 
 def simulated(ranks):
-    """Return the status of a job in which some ranks need a look."""
+    """Return the status of a job with this number of ranks, some of which have a problem."""
     workers = [
         {
             "rank": rank,

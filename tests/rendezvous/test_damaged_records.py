@@ -137,7 +137,7 @@ def test_a_job_with_a_damaged_head_record_can_be_closed():
 @pytest.mark.parametrize("record", ["slot", "registration"])
 def test_a_running_node_with_a_damaged_record_stays_in_the_job(record):
     cluster, (a, b) = running(2, max_restarts=1)
-    # A node reads its own slot (its ranks); the leader reads all registrations.
+    # Each node reads its own slot (the record of its ranks). Only the leader reads the nodes' registrations.
     key, reader = (cluster.keys.slot(b.member.link.member), b) if record == "slot" else (b.key, a)
     write(cluster, key, b"\xff" if record == "slot" else b'{"nproc": "many"}')
     assert any(key in text for text in reader.texts)

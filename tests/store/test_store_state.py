@@ -343,7 +343,7 @@ def test_a_signal_that_is_faster_than_a_line_does_not_suppress_it(keep, state):
         file.write(torn)
     reads, writes = os.pipe()
     with open(reads, "rb") as said, open(writes, "wb", buffering=0) as full:
-        # The store waits in its first line, because there is no room in the pipe.
+        # Fill the pipe, so that the store blocks when it writes its first line.
         os.set_blocking(writes, False)
         while full.write(bytes(select.PIPE_BUF)):
             pass

@@ -1,4 +1,4 @@
-"""Calls between the agents of a job, over a store that this test simulates."""
+"""Calls (requests between the agents of a job) through a store that this test simulates."""
 
 from typing import NamedTuple
 
@@ -22,7 +22,7 @@ class Change(NamedTuple):
 
 
 class Job:
-    """Agents with group ranks 0 to 2, each with a connection to the same store."""
+    """Simulated store, and three agents (group ranks 0 to 2), which send each other requests through it."""
 
     def __init__(self):
         self.kept, self.watches, self.timers = {}, {rank: set() for rank in range(NODES)}, []

@@ -224,7 +224,7 @@ def test_the_page_says_what_the_terminal_says(ranks):
     ],
 )
 def test_a_rank_is_behind_only_if_others_had_more_steps_at_an_earlier_time(own, other, expected):
-    # The steps of other nodes are some moments old, and their ranks have made more steps since then.
+    # The other node has told its step 0.8 s ago, and its rank may have made more steps since then.
     told = {"node": "gpu2", "group_rank": 1, "state": "HEALTHY", "age_seconds": 0.8}
     others = [{**told, "workers": [worker(1, step=other)]}]
     assert remarks(status([worker(0, step=own)], host="gpu1", others=others)) == expected
@@ -321,7 +321,7 @@ child.wait()
 
 
 def test_a_silent_agent_is_told_with_the_ranks_below_it():
-    """A program stands for the agent, and its child, which leads a session, for a worker."""
+    """A program takes the place of the agent. Its child, which leads a session, takes that of a worker."""
     pipe, command = subprocess.PIPE, [sys.executable, "-S", "-c", STARTS]
     with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as agent:
         assert agent.stdout is not None

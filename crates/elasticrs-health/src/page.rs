@@ -174,7 +174,7 @@ async fn keep_current(shared: Arc<Shared>) {
         live.is_wanted.store(true, Ordering::Relaxed);
         let mut report = shared.ask().await;
         if report.reason.is_none() && live.is_wanted.load(Ordering::Relaxed) {
-            // The loop was not asked and has rendered no text, because its answer to an earlier request was still fresh.
+            // The loop was not asked and has rendered no text, because an earlier answer was still fresh. Ask it now.
             sleep(FRESH).await;
             report = shared.ask().await;
         }

@@ -158,8 +158,8 @@ impl Handle {
         self.shared.orders.reply(number, line, is_last);
     }
 
-    /// Returns true if browsers wait for a text of the page, so that the agent is to call [`Self::tell_page`] before its
-    /// next [`Self::answer`]. Returns true only once for each text.
+    /// Returns true if browsers wait for a text of the page, so that the agent is to call [`Self::tell_page`] before
+    /// its next [`Self::answer`]. Returns true only once for each text.
     pub fn wants_page(&self) -> bool {
         self.shared.live.take_request()
     }
