@@ -66,9 +66,7 @@ COSTS: tuple[tuple[str, int, Costs], ...] = (
         },
     ),
 )
-"""What `workers/kept.py` measures: its mode, the mode's argument, and for each event that it reports, the
-name, unit and conditions in the table of results, and the divisor that converts its value to that unit.
-"""
+"""For each mode of `workers/kept.py`, its argument, and for each figure: name, unit, conditions, divisor."""
 
 
 def _costs(options: Options) -> list[Row]:

@@ -89,9 +89,7 @@ def add_navigation(_app: Sphinx, page: str, source: list[str]) -> None:
 
 
 def show_pictures(_app: Sphinx, _page: str, source: list[str]) -> None:
-    """Replace each element ``<picture>``, which only GitHub understands, with two images: one for the light
-    and one for the dark theme of the site.
-    """
+    """Replace each ``<picture>``, which only GitHub understands, with an image for each theme of the site."""
 
     def images_of(picture: re.Match[str]) -> str:
         dark, text, light = picture.groups()
@@ -148,9 +146,7 @@ def add_index_entries(_app: Sphinx, page: str, source: list[str]) -> None:
 
 
 def mark_flags(_app: Sphinx, document: nodes.document, _page: str) -> None:
-    """Mark the names of options in the text, so that the style sheet can keep lines from breaking at their
-    hyphens.
-    """
+    """Mark the names of options in the text, so that the style sheet can keep each of them in one line."""
     for literal in document.findall(nodes.literal):
         if literal.astext().startswith("-"):
             literal["classes"].append("flag")

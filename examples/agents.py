@@ -1,6 +1,4 @@
-"""Starts the agents (the launcher's process on each node) of a job for a demo, several of them on this
-machine, and reads what they print.
-"""
+"""Starts the agents (one process for each node) of a job for a demo here, and reads what they print."""
 
 import os
 import re

@@ -88,9 +88,7 @@ class Browser:
         return str(self.evaluate("document.body ? document.body.innerText : ''"))
 
     def wait_for(self, words: str, limit: float = LIMIT) -> str:
-        """Wait until the page shows these words, and return the whole text of the page. Raise `TimeoutError`
-        if it does not show them within ``limit`` seconds.
-        """
+        """Wait until the page shows these words. Return its text. After ``limit`` s, raise `TimeoutError`."""
         ends = time.monotonic() + limit
         while words not in (text := self.text()):
             if time.monotonic() > ends:

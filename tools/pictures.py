@@ -102,9 +102,7 @@ COLOURED = (
     (r"\brank \d+ did not enter it: it is in \w+ \([\w.:]+\)|\bcalled at [\w.:]+", "r"),
     (r"\b(?:0 steps(?: lost)?|succeeded)\b", "g"),
 )
-"""Patterns of the texts that the picture shows in a style, and the name of the style. The launcher prints no
-colours itself.
-"""
+"""Patterns of texts that the picture shows in a style, and the style. The launcher prints no colours."""
 
 
 def draw_cast(cast: Cast, theme: Theme) -> str:
@@ -261,9 +259,7 @@ WITHOUT_KEEP = (
     (r"keep\.restore\(default=lambda: (.*)\)  # keep", r"\1"),
     (r"\n +keep\.step\(step\)  # keep", ""),
 )
-"""Replacements that turn ``examples/keep/train.py`` into a script without ``Keep``, which can continue only
-from its checkpoint: patterns, and what replaces them.
-"""
+"""Patterns and replacements that turn ``examples/keep/train.py`` into a script without ``Keep``."""
 
 
 def record_restarts() -> None:
@@ -370,9 +366,7 @@ BARS = (
 
 
 def figures() -> dict[str, tuple[str, str]]:
-    """Return the figures of torchrun and elasticrs in the first table of ``docs/benchmarks.md``, by the names
-    of the rows.
-    """
+    """Return the figures of torchrun and elasticrs by row, from the first table of ``docs/benchmarks.md``."""
     page = (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8")
     found: dict[str, tuple[str, str]] = {}
     for line in page.splitlines():
@@ -383,9 +377,7 @@ def figures() -> dict[str, tuple[str, str]]:
 
 
 def draw_bars(rows: Mapping[str, tuple[str, str]], theme: Theme) -> str:
-    """Draw two bars for each row of the table: one of full length for torchrun, and one for elasticrs, whose
-    length is in proportion.
-    """
+    """Draw two bars for each row of the table: torchrun's in full length, and elasticrs's in proportion."""
     left, right, width, height, top = 290, 110, 840, 46, 44
     bottom = top + height * len(rows)
     style = f"text{{font:13px {SANS};fill:{theme.ink}}}.f{{fill:{theme.faint}}}.n{{font-weight:600}}"

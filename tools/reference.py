@@ -1,5 +1,4 @@
-"""Write the descriptions of the options in ``docs/options.md``, from the table of options from which the
-launcher also makes ``--help``.
+"""Write the options into ``docs/options.md``, from the table of options that also gives ``--help``.
 
 The text above the first option is written by hand, and stays. With ``--check``, nothing is written, and the
 exit code is 1 if the page differs from what would be written.

@@ -104,9 +104,7 @@ def ends(tensors, steps=200):
 
 
 def copies(every, steps=30):
-    """Report what the copies of the state cost. The share of the time for which they block the training is
-    reported in millionths.
-    """
+    """Report how long copies of the state take, and how many millionths of the time they block training."""
     model = make_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     keep = Keep(model=model, optimizer=optimizer, every=every)

@@ -29,9 +29,7 @@ PACE = 0.02
 
 
 class Demo:
-    """Runs the training, and records what the runs have shown (``account``) and which promises of elasticrs
-    they have broken (``broken``).
-    """
+    """Runs the training, and records what the runs have shown, and which promises they have broken."""
 
     def __init__(self, folder: Path, pictures: Path | None) -> None:
         self.account: list[str] = []
@@ -57,9 +55,7 @@ class Demo:
         return job
 
     def ask(self, job: Job, *words: str, agent: int = 0, shows: bool = True) -> str:
-        """Run `elasticctl` for the agent with this number, and return what it prints. With ``shows``, also
-        show the user the command and its output.
-        """
+        """Run `elasticctl` for the agent with this number. Return its output, and print it if ``shows``."""
         if shows:
             print(f"\n$ elasticctl {' '.join(words)}", flush=True)
         command = [sys.executable, "-m", "elasticrs.ctl", *words, "--job", str(job.agents[agent].pid)]
@@ -98,9 +94,7 @@ class Demo:
         return lost
 
     def open_page(self, job: Job) -> None:
-        """Open the status page of the job in a browser, and look whether it names all ranks. Without a
-        browser, only read over HTTP what the page would show.
-        """
+        """Open the job's status page in a browser. Without a browser, read over HTTP what it would show."""
         (found,) = job.read(r"health check server on http://(127\.0\.0\.1:\d+)")[:1] or [None]
         if found is None:
             self.broken.append("the first agent has no page")

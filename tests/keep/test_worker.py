@@ -174,9 +174,7 @@ def test_rank_of_several_nodes_ends_the_step_whose_gradients_it_has(agent, nodes
 
 @pytest.mark.parametrize(("is_agreed", "step"), [(False, 3), (True, 4)])
 def test_rank_of_several_nodes_copies_an_agreed_step_right_after_another_copy(agent, is_agreed, step):
-    """If the ranks have not stopped after an agreed step, the copy of step 2 must stay, because another
-    rank may die while it still makes its copy of step 3.
-    """
+    """Without a stop after an agreed step, another rank may die while it is still copying step 3."""
     agent.begin()
     with agent.worker(preamble="os.environ['GROUP_WORLD_SIZE'] = '2'") as worker:
         worker.run(model(every=1, replicated=False))

@@ -178,8 +178,7 @@ def test_after_zero_grad_the_next_step_begins_when_a_batch_is_taken(
             part()
             if words[Agreed.READY] and not places:
                 places.append((step, number))
-    # The third step counts as ended at the fourth call of zero_grad, because the first call may come before
-    # the first step.
+    # The third step ends at the fourth call of zero_grad, because the first call may come before any step.
     assert places == [(5, 0) if is_after_batch else (4, 2)]
     assert words[Agreed.MISSED] == 0
 

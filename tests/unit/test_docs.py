@@ -32,9 +32,7 @@ def anchors(page):
 
 
 def test_the_side_bar_has_at_most_35_links():
-    """The side bar of the site shows the links at the end of README.md. The pages that an ``index.md`` lists
-    are folded below that page's link, so they do not count.
-    """
+    """The side bar of the site has the links at the end of README.md. Other pages are folded below these."""
     _, _, pages = PAGES["README.md"].partition("\n## Documentation\n")
     assert 20 < len(re.findall(r"\]\([^)]*\.md\)", pages)) <= 35
 

@@ -1,6 +1,4 @@
-"""The pictures in docs/pictures show what the records of real runs say, and the launcher still prints the
-messages of these runs.
-"""
+"""The pictures in docs/pictures show what real runs have printed, and elasticrs still prints the same."""
 
 import json
 import re

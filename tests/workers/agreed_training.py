@@ -1,10 +1,9 @@
 """A training whose script handles signals as usual scripts do, without a line for elasticrs.
 
 Usage: ``agreed_training.py LOOP HANDLER [FOLDER]`` as the program of a job. ``LOOP`` says how a step is made.
-With ``compiled`` and ``compiled_first``, torch does not report the steps of the optimizer. They come before
-``zero_grad`` with ``compiled``, and after it with ``compiled_first``. With ``own``, the optimizer is not
-torch's, and the loop sends heartbeats. ``HANDLER`` says what the script does on SIGUSR1 and, with ``FOLDER``,
-on SIGTERM:
+With ``compiled`` and ``compiled_first``, torch does not report the optimizer's steps, which come before or
+(``compiled_first``) after ``zero_grad``. With ``own``, the optimizer is not torch's, and the loop sends
+heartbeats. ``HANDLER`` says what the script does on SIGUSR1 and, with ``FOLDER``, on SIGTERM:
 
 - ``note``: the handler prints the step, the place in the loop, and a digest of the state that it could save.
 - ``flag``: the handler sets a flag. The loop looks at the flag after each step, and prints the same there.

@@ -24,9 +24,7 @@ WORDS = {"killed": "was killed by SIGKILL", "hung": "began to wait for a batch t
 
 
 class Accident(NamedTuple):
-    """A failure of a worker in the training: the worker's rank, the training step in which it fails, and how
-    it fails (a key of ``WORDS``).
-    """
+    """A failure of a worker: its rank, the training step in which it fails, and how (a key of ``WORDS``)."""
 
     rank: int
     step: int

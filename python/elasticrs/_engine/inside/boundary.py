@@ -12,10 +12,8 @@ A compiler can hide the steps of an optimizer from torch's hooks, and a program 
 long as no step of an optimizer was seen, this module instead counts calls that a program makes once in each
 step: ``heartbeat(step)`` or ``optimizer.zero_grad()``.
 
-- **STEP-1** a rank never waits longer than the limits in this module and in the file that it shares with its
-  agent.
-- **STEP-2** a problem in this module never fails the training. Without that file, the signal comes at any
-  moment of a step.
+- **STEP-1** a rank never waits longer than the limits in this module and in that file.
+- **STEP-2** a problem in this module never fails the training. Without that file, the signal comes anywhere.
 - **STEP-3** forked children of a worker count no steps, and do not write to the worker's file.
 """
 
@@ -173,8 +171,7 @@ def follow_heartbeats(stop: Callable[[], None]) -> Callable[[], None] | None:
     """Count heartbeats with a step number as training steps, as long as no step of an optimizer was seen.
 
     Args:
-        stop: function that this module calls when heartbeats need not be counted any more, because something
-            else is counted instead.
+        stop: function that this module calls when heartbeats need not be counted any more.
 
     Returns:
         Function to call at each heartbeat with a step number; ``None`` if they need not be counted.
@@ -242,9 +239,7 @@ class _Boundary:
             self.count_with(_ZeroGrads(self, optimizers.Optimizer))
 
     def count_with(self, substitute: _Counter | None) -> None:
-        """Count, from now on, the calls that ``substitute`` counts as training steps. ``None``: count the
-        steps of an optimizer instead.
-        """
+        """From now on, count the calls that ``substitute`` counts; if ``None``, an optimizer's steps."""
         if self.names_steps:
             return
         if self.substitute is not None:
@@ -345,9 +340,7 @@ class _Boundary:
         self._undo.append(remove)
 
     def miss(self, words: memoryview) -> None:
-        """If this rank was to stop at the start of the next step, but a further step has ended without being
-        noticed, tell the agent that this rank has missed the place to stop.
-        """
+        """Tell the agent if this rank was to stop at the start of a step, but has passed that place."""
         if self._undo:
             self._disarm()
             words[Agreed.MISSED] = self._done
@@ -444,13 +437,11 @@ def _is_main_thread() -> bool:
 
 
 class _Counter:
-    """Counts, as training steps, calls that a program makes once in each step, if the steps of its optimizer
-    cannot be counted.
+    """Counts calls that a program makes once in each training step, in place of its optimizer's steps.
 
     Args:
         boundary: the object that stops this process between two steps.
-        first: number of training steps that have ended at the first call: 0 if that call may come before the
-            first step.
+        first: number of steps that have ended at the first call: 0 if it may come before the first step.
 
     Attributes:
         is_at_start: true if a training step begins right at such a call.
@@ -476,9 +467,7 @@ class _Counter:
         self._words = _private_words()
 
     def count(self) -> None:
-        """Count a call of the program as a training step. This must take very little time (about 0.1
-        microseconds), because a program may make such calls often.
-        """
+        """Count a call as a training step. Take only 0.1 microseconds, because there may be many calls."""
         step = self._next
         self._next = step + 1
         words = self._words
@@ -487,9 +476,7 @@ class _Counter:
             self._look(step)
 
     def _look(self, step: int) -> None:
-        """Measure how long the steps take, and wait if the agent asks for a step after which all ranks get a
-        signal.
-        """
+        """Measure how long the steps take, and wait here if the agent asks for a step to stop at."""
         words = self._words = self._boundary.map_again(self._words, step)
         self._due = self._boundary.measure(words, step)
         if words[_STATE]:

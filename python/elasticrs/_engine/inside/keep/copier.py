@@ -47,9 +47,7 @@ _CHANGE_PATIENCE = 0.1
 """Seconds for which such a copy waits for the optimizer to begin, if the backward pass has ended."""
 
 _SETTLING = 0.3
-"""Maximum seconds for which a copy that the agent has ordered waits until this rank knows which copies the
-other nodes have.
-"""
+"""Maximum seconds for which a copy that the agent has ordered waits to learn what other nodes have copied."""
 
 _LIMIT = 300.0
 """Seconds after which the training no longer waits for a copy of its state, and no more copies are made."""
@@ -424,9 +422,7 @@ class Copier:
         return self._is_changing or (boundary is not None and boundary.step < self._ranks.newest_ended())
 
     def _is_stop_planned(self) -> bool:
-        """Return true if the agent has announced that all ranks will get a signal after the same step (it has
-        written that into this rank's file), and no rank has failed since then.
-        """
+        """Return true if the agent has announced a signal to all ranks, and no rank has failed since then."""
         return self._file.words[Agreed.STATE] != AgreedState.NONE
 
     def _is_after_agreed_step(self) -> bool:

@@ -131,13 +131,9 @@ class Agreed:
     step, or had waited too long for the agent's choice.
     """
     READY_AT = 78
-    """Time at which this rank has stopped to wait for the agent's signal, in nanoseconds of the monotonic
-    clock.
-    """
+    """Time (nanoseconds of the monotonic clock) at which this rank began to wait for the agent's signal."""
     PAUSED = 79
-    """Nanoseconds for which this rank has waited at ends of steps until the agents had chosen the step after
-    which all ranks get the signal.
-    """
+    """Nanoseconds that this rank has waited at ends of steps for the agents' choice of an agreed step."""
     END = 80
 
 

@@ -179,9 +179,7 @@ class Peers:
             self._has_ended.set()
 
     def _announce(self, number: int, *, is_whole: bool) -> bool:
-        """Agree with the other ranks on the next step that all of them copy. Rank 0 chooses it. Return false
-        if it chooses none.
-        """
+        """Agree with all ranks on the next step to copy. Rank 0 chooses it. Return false if there is none."""
         if self._rank == 0:
             for _ in self._looks():
                 if self._schedule.knows_pace():
@@ -300,8 +298,7 @@ class Partner:
     ) -> None:
         self._own, self._store, self._closed, self._say = own, store, closed, say
         self._memory: int = plan["memory"]
-        # Abort a download that is slower than this, because the other nodes wait for it. But let the user
-        # choose a slower one with --keep-bandwidth.
+        # Abort slower downloads, because other nodes wait for them. --keep-bandwidth can lower this rate.
         self._least_rate = min(MIN_RATE, plan["bandwidth"] / 2) if plan["bandwidth"] else MIN_RATE
         self._world, self._local_rank = int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_RANK"])
         self._theirs = KeepFile(plan["partner_files"][self._local_rank])
@@ -312,9 +309,8 @@ class Partner:
         """Number of failed downloads in a row."""
 
     def take(self, step: int, secured: int | None) -> None:
-        """Download the other rank's copy of ``step``, unless this node has it. Do not overwrite the other
-        rank's copy of the step ``secured``, because all ranks can restore that one. Tell the user if the
-        download fails.
+        """Download the other rank's copy of ``step``, unless this node has it. Do not overwrite its copy of
+        the step ``secured``, which all ranks can restore. Tell the user if the download fails.
         """
         if self._failures == _MOST_FAILURES or self._theirs_of(step):
             return

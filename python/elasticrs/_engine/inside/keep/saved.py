@@ -41,9 +41,7 @@ _PREFIX = "kept-"
 _UNFINISHED = ".unfinished"
 _IN_USE = ".in-use-"
 _BUSY_LIMIT = 2.0
-"""Maximum seconds for which a job waits until another job, which may be ending, no longer uses the folder of
-``--keep-save``.
-"""
+"""Maximum seconds for which a job waits for the end of another job that uses the folder of --keep-save."""
 
 _TOGETHER = 600.0
 """Maximum seconds between the times at which two nodes of a job save their parts of the same state."""
@@ -237,9 +235,7 @@ def claim(parent: str, job: str) -> int:
 
 
 def release(parent: str, job: str, descriptor: int) -> None:
-    """Delete the file with which :func:`claim` has marked the folder of ``--keep-save`` as used, unless
-    another agent of the job still uses the folder.
-    """
+    """Delete the mark that :func:`claim` has made, unless another agent of the job still uses the folder."""
     try:
         if _lock(descriptor, LOCK_EX):
             os.unlink(_mark_of(parent, job))

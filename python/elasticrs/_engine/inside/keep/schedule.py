@@ -37,9 +37,7 @@ _PAUSE = 0.01
 """Seconds between two looks into the other ranks' files, to see whether these ranks have restored a step."""
 
 _EQUAL = 2
-"""Number of generations (the copies of all ranks of one step) in a row in which all copies must be equal, so
-that all ranks count as having the same state.
-"""
+"""Number of steps in a row of which all ranks must have equal copies to count as having the same state."""
 
 _REPLICATED_NS = 60_000_000_000
 """Minimum nanoseconds between two periodic copies if all ranks have the same state. Few are needed then,
@@ -137,9 +135,8 @@ class Generations:
         self._changed.notify_all()
 
     def wait(self, seen: int | None) -> tuple[int, int | None]:
-        """Wait until this rank has made its copy for a generation after the one with the number ``seen``, or
-        has failed to do so. Return that generation's number, and the step of the copy, which is ``None`` if
-        the copy has failed.
+        """Wait until this rank has made its copy for a generation after number ``seen``, or has failed to do
+        so. Return that generation's number, and the step of the copy; ``None`` instead if it has failed.
         """
         with self._changed:
             self._changed.wait_for(lambda: self._finished != seen or self.is_closed)
@@ -150,9 +147,7 @@ class Generations:
         return self._finished == number
 
     def settle(self, step: int | None, *, is_secured: bool) -> None:
-        """Note whether the generation of ``step`` is secured, so that all ranks can restore the step. If not,
-        this rank may overwrite its copy of the step.
-        """
+        """Note whether all ranks can restore ``step``. If not, this rank may overwrite its copy of it."""
         with self._changed:
             if step is not None and step == self._copied:
                 self.secured, self._copied = (step, step) if is_secured else (self.secured, None)
@@ -277,9 +272,7 @@ class Schedule:
         return self.generations.protected()
 
     def await_settled(self, limit: float, *, have_all_ended: bool) -> None:
-        """Wait until it is known whether all ranks can restore the step of this rank's newest copy, because
-        :meth:`protected` depends on that; see :meth:`Generations.await_settled`.
-        """
+        """Wait until it is known whether all ranks can restore their newest copies; see :meth:`protected`."""
         if self.generations is not None:
             self.generations.await_settled(limit, have_all_ended=have_all_ended)
 
