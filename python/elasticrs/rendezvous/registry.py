@@ -4,8 +4,8 @@ of installed packages.
 
 A job on a single node gets a :class:`OneNodeRendezvous`, whatever its backend.
 
-As in torch, an entry point is a function without arguments that returns a creator. It is loaded only when its
-backend is requested, because it may be broken.
+As in torch, an entry point is a function without arguments that returns a creator (a function that creates a
+handler). It is loaded only when its backend is requested, because it may be broken.
 """
 
 from __future__ import annotations

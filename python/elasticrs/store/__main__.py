@@ -150,7 +150,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             _say(f"{ended_by.name}: closing (sessions: {server.sessions()})")
         finally:
             server.close()
-            # Write the messages of the end, because the store may have failed to save its state.
+            # Write the store's last messages, because it may have failed to save its state when it closed.
             _say_notices(server)
             signal.set_wakeup_fd(-1)
     return 0

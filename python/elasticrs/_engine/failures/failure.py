@@ -1,12 +1,12 @@
-"""A worker's failure: the files that the worker leaves about it, its words, and the root cause of several.
+"""A worker's failure: the files that the worker leaves about it, its text, and the root cause of several.
 
 Workers import this module, so imports that are needed only after a failure are in functions.
 
 The root cause is the failure that came first and caused the others:
 
 - **ROOT-0** The nodes' agreement on a root cause takes precedence over what a single node saw first.
-- **ROOT-1** The root cause is the worker whose exit was noticed first. If times are equal, the worker that
-  comes first in the argument counts.
+- **ROOT-1** The root cause is the worker whose exit was noticed first. If times are equal, the one that comes
+  first in the argument of :func:`root_cause` counts.
 - **ROOT-2** A worker that elasticrs had signalled before it exited is a victim. A victim is chosen as root
   cause only if no other worker failed.
 - **ROOT-3** A worker that recorded an uncaught error *before* the first exit was noticed is not a victim. It
@@ -16,7 +16,7 @@ The root cause is the failure that came first and caused the others:
   only report a lost peer are consequences if they were raised in the five seconds before this exit, because
   a process closes its connections before the kernel reports its exit.
 - **ROOT-5** If these times are missing (in failures that code written for torch creates), the smallest
-  timestamp in seconds counts, as in torch. If timestamps are equal, the first one in the argument counts.
+  timestamp in seconds counts, as in torch. If timestamps are equal, the first in the argument counts.
 - **ROOT-6** An exception that only reports a lost or silent peer is a consequence, unless no other worker
   failed by itself within five seconds.
 """
@@ -53,7 +53,9 @@ _PART_OF_STRING = r'(?:[^"\\]+|\\u[0-9a-fA-F]{4}|\\[^u])*'
 _OWN_DATA = b'"elasticrs": {'
 
 OWN_THREAD = "/elasticrs/_engine/inside/flight.py"
-"""Source path in the stack of elasticrs's own thread in a worker. Reports omit the stack of this thread."""
+"""End of the path of the source file that the stack of elasticrs's own thread in a worker shows. Reports omit
+the stack of this thread.
+"""
 
 
 def hang_file(error_file: str) -> str:

@@ -437,7 +437,7 @@ def _own_consoles() -> set[int]:
 
 
 def _preloaded(spec: WorkerSpec, start_method: str) -> Preload | None:
-    # The fields of a mock specification are mocks.
+    # If ``spec`` is a mock, its field ``warm`` is a mock, too, and no string.
     if not isinstance(spec.warm, str) or spec.warm == "off":
         return None
     from elasticrs._engine.workers.warm import modules as warm

@@ -305,7 +305,7 @@ class JobResult(Record):
     Attributes:
         signum: signal that stopped the job.
         message: reason for a failure that was not caused by a worker.
-        has_taken_part: see :class:`.Decisions`.
+        has_taken_part: true if workers of this node ran in the last round (an attempt of all nodes).
         is_outside: true if an error outside of the workers ended the job, for example of the rendezvous.
         verdict: advice to the scheduler if the job has failed.
         ending: summary line of a failed job, in two parts around the root cause, which the launcher inserts.

@@ -31,7 +31,8 @@ if TYPE_CHECKING:
 
 
 class Decisions(ABC):
-    """Decides how an agent reacts to events. The loop executes the returned actions in order.
+    """Decides how an agent reacts to events. The agent's loop carries out the actions that :meth:`step`
+    returns, in their order.
 
     Attributes:
         signum: first signal that asked the agent to stop.
@@ -42,8 +43,8 @@ class Decisions(ABC):
         planned: function that may change a round's plan before the workers start. It is called with the plan,
             and a function that opens the round's store, or ``None`` on a single node.
         kept: state that an agent of a multi-node job keeps from one run of the agent to the next.
-        round_store: function that opens a store for the agents of the running round alone. It may block.
-            ``None`` if there is no such store.
+        round_store: function that opens a store that only the agents of the running round (an attempt of all
+            nodes) use. It may block. ``None`` if there is no such store.
         failed_elsewhere: true if this node's workers were stopped because workers on another node failed.
         can_end_job: true if a request to stop can also end the job on the other nodes.
         serve: function that carries out requests of other nodes' agents. It is set before :meth:`open` is

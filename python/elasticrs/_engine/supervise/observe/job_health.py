@@ -134,8 +134,8 @@ class HealthObserver(Observer):
             # Ask for the nodes' names only for a status request, because with many nodes the answer is large.
             self._result.node_names(asks=True)
             if self._native.viewers:
-                # The page for browsers shows the ranks of all nodes. The other nodes' agents answer after
-                # this text of the page is sent, so the next text shows their answers.
+                # The page for browsers shows the ranks of all nodes. The other nodes' agents answer later, so
+                # their answers are in a later text of the page.
                 self._result.ask_others()
         # Publish the status again: failures of other nodes and time without progress cause no event here.
         self._is_stale |= self._job.is_multi_node or self._no_progress is not None

@@ -34,7 +34,7 @@ def state_of(status: Mapping[str, Any]) -> str:
 
 
 def table(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Align the columns of ``rows``, the first of which has the titles."""
+    """Return lines of text with the cells of ``rows`` in aligned columns. The first row has the titles."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
     return [line.rstrip() for line in lines]
@@ -44,7 +44,9 @@ TITLES = ("JOB", "SCRIPT", "STATE", "NODES", "RANKS", "STEP", "LAST STEP", "RUNN
 
 
 def row(pid: int, status: Mapping[str, Any] | None) -> tuple[str, ...]:
-    """Return a job's row in the table of all jobs."""
+    """Return the cells of a job's row in the table of all jobs. ``status``: ``None`` if the agent of the job,
+    which has this pid, does not answer.
+    """
     if status is None:
         return (*(UNKNOWN,) * 2, "does not answer", *(UNKNOWN,) * 6, str(pid))
     job, group = status["job"], status["group"] or {}

@@ -1,9 +1,9 @@
-"""Read the report of the nursery (the process that imports modules and then forks workers), and detect
-changes to the files of these modules. If one has changed, the next attempt gets a new nursery.
+"""Reads the report of the nursery (the process that imports modules and then forks workers), and detects
+changes to the files of these modules. If a file has changed, the next attempt gets a new nursery.
 
 - **AGAIN-1** If a file has changed before an attempt begins, the workers of the attempt run the new code.
   This covers all changes that :class:`Sources` can detect.
-- **AGAIN-2** A failed import is not repeated. Workers start cold for the rest of the job.
+- **AGAIN-2** A failed import is not repeated. Workers start without imported modules for the rest of the job.
 
 Each line of the report is a JSON object::
 
