@@ -1,4 +1,4 @@
-"""Starts the agents (one process for each node) of a job for a demo here, and reads what they print."""
+"""Starts the agents (one for each node) of a demo's job, all on this machine, and reads what they print."""
 
 import os
 import re

@@ -153,7 +153,7 @@ def test_a_script_goes_on_wherever_a_rank_dies(calm, train, stranger, moment):
     _, hurt = ends_as_without(calm, train, program, MOMENTS[moment], **settings)
     assert {record[0] for record in hurt.records[0]} == set(range(len(MOMENTS[moment]) + 1))
     most = settings["every"] + 1 if "sharded" in settings else 0
-    # Nothing is listed if the rank died before the first step, as when DCP saves its first files.
+    # There is nothing to compare if a rank died before the first step, as while DCP saved its first files.
     assert max(hurt.lost(), default=0) <= most
 
 

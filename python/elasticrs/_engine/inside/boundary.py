@@ -13,7 +13,7 @@ long as no step of an optimizer was seen, this module instead counts calls that 
 step: ``heartbeat(step)`` or ``optimizer.zero_grad()``.
 
 - **STEP-1** a rank never waits longer than the limits in this module and in that file.
-- **STEP-2** a problem in this module never fails the training. Without that file, the signal comes anywhere.
+- **STEP-2** a problem in this module never fails the training. Without the file, a signal comes at any time.
 - **STEP-3** forked children of a worker count no steps, and do not write to the worker's file.
 """
 

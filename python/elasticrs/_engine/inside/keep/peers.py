@@ -219,7 +219,7 @@ class Peers:
         return compared
 
     def _compared(self, copies: Sequence[Sequence[int] | None]) -> tuple[bool, list[int], bool]:
-        """Compare the steps and checksums of all ranks' copies. Return what :meth:`_compare` returns."""
+        """Compare steps and checksums of all ranks' copies. Return the three values of :meth:`_compare`."""
         there = [copy for copy in copies if copy is not None]
         if len(there) < len(copies) or len({copy[0] for copy in there}) > 1:
             return False, [], False
@@ -272,8 +272,8 @@ class Peers:
 
 
 class Partner:
-    """Downloads the copies that a rank of another node makes of its state (the *other rank*, which has the
-    same local rank) into a file in the memory of this node's agent.
+    """Downloads the copies that a rank of another node has made of its state into a file in the memory of
+    this node's agent. That rank is called the *other rank*. It has the same local rank as this one.
 
     Args:
         plan: what the agent tells this worker, such as the place of the file for the downloads.
