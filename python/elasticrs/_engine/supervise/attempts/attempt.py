@@ -56,7 +56,8 @@ class Attempt(EventLog):
         warm: true if the workers were forked from a preloaded process; ``None`` without ``--warm``.
         after: attempt whose end led to this one; ``None`` for the first start of the workers.
         delay: seconds by which the restart policy delayed the next attempt.
-        kept: the kept training step that the workers restore; ``None`` if no worker has used ``Keep``.
+        kept: training step to which the workers return at the start, and the copies of the training state
+            that they restore; ``None`` if no worker has used ``Keep``.
         keep_files: the files into which the workers copy their training state.
     """
 
