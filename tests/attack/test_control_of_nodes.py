@@ -42,9 +42,7 @@ def agents(launch, worker_script, sockets):
 
 
 def is_whole(sockets, agents):
-    """Return true if all these agents run workers in a round (an attempt of all nodes), and no other agent
-    takes part in it.
-    """
+    """Return true if these agents run workers in one round, in which no other agent takes part."""
     found = [status_of(sockets, agent) for agent in agents]
     sizes = {(each["state"], (each["group"] or {}).get("world_size")) for each in found}
     return sizes == {("HEALTHY", len(agents))}

@@ -78,9 +78,7 @@ def listen():
 
 
 class Agent:
-    """Takes the place of an agent's loop: answers the requests of the server, and gives the server
-    :attr:`text` as the text of its page.
-    """
+    """Takes the place of an agent's loop: answers a server's requests, and gives it :attr:`text` to show."""
 
     def __init__(self, server):
         self.server, self.text, self.asked = server, {"n": 1}, 0
@@ -353,9 +351,7 @@ def browser():
 
 
 def look(browser, port, words, folder, name):
-    """Open the page with light colors, with dark colors, and as on a phone. Write a picture of each into
-    ``folder``, and return the text of the last one.
-    """
+    """Open the page in each of the ``LOOKS``, write pictures into ``folder``, and return the text."""
     for theme, width in LOOKS:
         browser.open(f"http://127.0.0.1:{port}/", width=width, is_dark=theme == "dark")
         text = browser.wait_for(words, procs.HANG)

@@ -38,9 +38,7 @@ _SHOWN = 120
 """Maximum number of characters to show of the error message of an aborted collective."""
 
 MEETING_LIMIT = 5.0
-"""Seconds after which a worker that leaves the job exits even if it takes part in no round (a meeting of the
-workers) in which it could save a checkpoint, because the other workers may be leaving as well.
-"""
+"""Seconds after which a worker that leaves the job ends if it has not met others to save a checkpoint."""
 
 _LEAVE_TICK = 0.25
 _ASKING = (signal.SIGTERM, signal.SIGUSR1)
@@ -185,9 +183,7 @@ class RequestSignals:
 
 
 def is_default(signum: int) -> bool:
-    """Return true if a signal has its default action. Read ``/proc`` as well as :mod:`signal`, because only
-    ``/proc`` shows handlers that C code has set.
-    """
+    """Return true if a signal has its default action. Only ``/proc`` also shows handlers in C code."""
     if signal.getsignal(signum) != signal.SIG_DFL:
         return False
     try:

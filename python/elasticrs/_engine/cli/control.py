@@ -226,9 +226,7 @@ def _restart(options: argparse.Namespace) -> int:
 def _meet_again(
     options: argparse.Namespace, agent: Agent, before: dict[str, Any], order: dict[str, Any]
 ) -> int:
-    """Send the agent an order after which it starts the workers again. Then wait until they run, unless the
-    user has given ``--no-wait``.
-    """
+    """Send an order that restarts the workers, and wait until they run (unless ``--no-wait`` is given)."""
     with _agent_end(agent) as end:
         begun = time.monotonic()
         code = _obey(agent, order, _SIGNAL_LIMIT)

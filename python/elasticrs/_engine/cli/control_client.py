@@ -81,9 +81,7 @@ class Agent(NamedTuple):
             raise Problem(FAILED, f"{self.title}: no answer from the agent: {_why(error)}") from None
 
     def with_others(self, status: dict[str, Any]) -> dict[str, Any]:
-        """Add the ranks of the other nodes to a job's status, and return it. The agent asks the agents of the
-        other nodes for them.
-        """
+        """Add the ranks of the other nodes to a status. The agent asks those nodes' agents for them."""
         if (status["group"] or {}).get("world_size", 1) == 1:
             return status
         (answer,) = self.ask({"do": "others"})
@@ -200,9 +198,7 @@ def no_jobs() -> str:
 
 
 def why_silent(pid: int) -> str:
-    """Return a text that says why an agent does not answer, as far as ``/proc`` shows that, and which ranks
-    run in the processes that the agent has started.
-    """
+    """Return why an agent does not answer, as ``/proc`` shows it, and which ranks are its children."""
     if read_state(pid) in ("T", "t"):
         return f"agent {pid} is stopped by a signal: kill -CONT {pid} continues it"
     ranks = sorted(found for below in _below(pid) if (found := _rank_of(below, pid)) is not None)
@@ -225,9 +221,7 @@ def _below(pid: int) -> list[int]:
 
 
 def _rank_of(pid: int, agent: int) -> tuple[int, int] | None:
-    """Return the rank and the pid if a process is a worker, so that it is the leader of its session. Return
-    ``None`` for any other process.
-    """
+    """Return the rank and pid of a process that is a worker (it leads a session); otherwise ``None``."""
     try:
         with open(f"/proc/{pid}/environ", "rb") as file:
             environ = dict(entry.split(b"=", 1) for entry in file.read().split(b"\0") if b"=" in entry)

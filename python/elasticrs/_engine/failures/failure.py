@@ -53,9 +53,7 @@ _PART_OF_STRING = r'(?:[^"\\]+|\\u[0-9a-fA-F]{4}|\\[^u])*'
 _OWN_DATA = b'"elasticrs": {'
 
 OWN_THREAD = "/elasticrs/_engine/inside/flight.py"
-"""End of the path of the source file that the stack of elasticrs's own thread in a worker shows. Reports omit
-the stack of this thread.
-"""
+"""Source file in the stack of elasticrs's own thread in a worker. Reports omit the stack of this thread."""
 
 
 def hang_file(error_file: str) -> str:
@@ -70,16 +68,12 @@ def fault_file(error_file: str) -> str:
 
 
 def flight_record_file(error_file: str) -> str:
-    """Return the path to which a worker writes its flight record (torch's log of collectives) when the agent
-    requests it.
-    """
+    """Return the path of the flight record (torch's log of collectives) that the agent asks a worker for."""
     return f"{error_file}.flight"
 
 
 def last_record_file(error_file: str) -> str:
-    """Return the path to which a worker writes its flight record (torch's log of collectives) when it fails
-    because another worker is lost.
-    """
+    """Return the path of torch's log of collectives that a worker writes when it loses another worker."""
     return f"{error_file}.flight_at_exit"
 
 
@@ -91,9 +85,7 @@ def flight_requests_file(error_file: str) -> str:
 
 
 def flight_dumps(error_file: str) -> str:
-    """Return the path to which NCCL's watchdog writes flight records (torch's logs of collectives). It is the
-    value of ``TORCH_FR_DUMP_TEMP_FILE``, to which torch appends the worker's rank.
-    """
+    """Return the path of NCCL's logs of collectives (``TORCH_FR_DUMP_TEMP_FILE``), without the rank."""
     return f"{error_file}.flight_dump_"
 
 
@@ -199,9 +191,7 @@ def load_object(path: str) -> dict[str, Any]:
 
 
 def _parts(beginning: bytes, end: bytes, written: float, size: int) -> dict[str, Any]:
-    """Return the contents of an error file that is larger than :data:`_ERROR_FILE_LIMIT`, but only the first
-    line of its message, and elasticrs's data at its end.
-    """
+    """Return what is used of an error file that is larger than :data:`_ERROR_FILE_LIMIT`."""
     import json
     import re
 

@@ -48,15 +48,11 @@ MAX_ANSWER = 512 << 10
 MAX_CALL = 8 << 10
 
 _MAX_SERVED = 64
-"""Number of other agents' requests, the latest ones, that an agent remembers. If the store reports one of
-them again, the agent does not carry it out again.
-"""
+"""Number of other agents' latest requests that an agent remembers, to carry out none of them twice."""
 
 
 class Place(Value):
-    """Place of this node in a round (an attempt of all nodes): the number of the round, the node's group
-    rank, and the number of nodes.
-    """
+    """Place of this node in a round (an attempt of all nodes): round number, group rank, number of nodes."""
 
     round: int
     group_rank: int
@@ -105,8 +101,7 @@ class Calls:
         """
         if not self._is_listening:
             self._is_listening = True
-            # This class sends everything else with tag 0, because nobody needs those replies, and the state
-            # machine of the rendezvous ignores replies with tag 0.
+            # Nobody needs other replies. They have tag 0, which the state machine of the rendezvous ignores.
             self._send(Watch(tag, self._keys.calls, False))
 
     def lost(self) -> None:
@@ -159,9 +154,7 @@ class Calls:
         call.take(call.answers)
 
     def take(self, changes: Sequence[Entry]) -> list[Entry]:
-        """Handle changes of keys in the store that are requests to this agent, or answers to its requests.
-        Return the other changes.
-        """
+        """Handle keys in the store that are requests or answers to this agent. Return the other changes."""
         rest = []
         for change in changes:
             if change.key.startswith(self._keys.calls):

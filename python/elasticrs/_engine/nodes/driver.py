@@ -53,17 +53,13 @@ _LISTEN = "listen"
 """Name of the timer for the moment at which this agent begins to watch the requests of other agents."""
 
 _AFTER_START = 0.05
-"""Seconds after the start of a round (an attempt of all nodes) at which this agent begins to watch the
-requests of other agents. It does so only then, so that the workers start earlier.
-"""
+"""Seconds after a round's start until this agent watches others' requests, so as not to delay the start."""
 
 _NAMES = 1 << 62
 """Tag of the request for the nodes' names. The state machine's tags count from 1, so it ignores the reply."""
 
 _CALLS, _CLAIM = _NAMES + 1, _NAMES + 2
-"""Tags of two operations that this agent sends to the store, by which it knows the replies: to watch the
-requests of other agents, and to record that this node is the only one that a user drains.
-"""
+"""Tags of requests to the store: to watch other agents' requests, and to be the only node that is drained."""
 
 MOST_NAMES = 10 * MEMBERS_PER_TXN
 """Maximum number of nodes whose names an agent reads from the store. If all agents are asked for their
@@ -318,9 +314,8 @@ class Driver:
         return left
 
     def _is_of_calls(self, event: StoreEvent) -> bool:
-        """Handle the parts of an event of the store that do not concern the rendezvous: the names of the
-        nodes, and requests and answers of other agents (:mod:`.calls`). Return true if nothing is left of
-        the event for the state machine of the rendezvous.
+        """Handle the parts of an event of the store that do not concern the rendezvous: names of nodes, and
+        messages of other agents (:mod:`.calls`). Return true if the event has only such messages.
         """
         if isinstance(event, Reply):
             if event.tag == _NAMES:

@@ -160,9 +160,7 @@ class AgentPage:
 
 
 class CheckpointRequests:
-    """Sends checkpoint requests to the workers of one agent, and prints their results. The file descriptor
-    ``fd`` is readable after a request, so that the agent's loop wakes up.
-    """
+    """Checkpoint requests to the workers of an agent. After one, ``fd`` is readable, and wakes its loop."""
 
     def __init__(self, workers: int, say: Callable[[str], None]) -> None:
         self.page = AgentPage(workers)
@@ -187,9 +185,7 @@ class CheckpointRequests:
             os.eventfd_write(self.fd, 1)
 
     def take(self) -> None:
-        """Make ``fd`` unreadable again. This loses no request, because the memory page that the agent shares
-        with the workers counts the requests.
-        """
+        """Make ``fd`` unreadable. No request is lost, because memory that workers share counts them."""
         with suppress(BlockingIOError):
             os.eventfd_read(self.fd)
 

@@ -424,9 +424,7 @@ class LocalElasticAgent(SimpleElasticAgent):
 
 
 def _replaced_consoles(job: JobSpec) -> Sequence[Observer]:
-    """Return an observer that prints the workers' output to the objects by which the program has replaced its
-    standard streams. Return none if it has replaced none.
-    """
+    """Return an observer that prints workers' output to the program's replaced standard streams, if any."""
     streams = replaced_streams()
     return [_ReplacedConsole(streams, job.role, job.logs.log_line_prefix_template)] if streams else []
 
@@ -482,9 +480,7 @@ class _ReplacedConsole(Observer):
 
 
 def _outcome(job: JobSpec, result: JobResult, decisions: Decisions) -> RunResult:
-    """Convert the result of a job to the type that torch has for it. Raise an exception if a signal ended the
-    job, or if it ended before any worker ran.
-    """
+    """Convert a job's result to torch's type. Raise if a signal ended the job, or no worker has run."""
     if result.phase is Phase.SUCCEEDED:
         return RunResult(WorkerState.SUCCEEDED, return_values=result.return_values)
     if result.signum is not None:

@@ -107,16 +107,12 @@ class Keys:
         return f"{self.hosts}{_escaped(host)}/"
 
     def bar(self, node: str) -> str:
-        """Return the key that shows that a node must not join this job again, because a user has removed it
-        with ``elasticctl drain --stay-out``.
-        """
+        """Return the key that shows that a user has removed this node for good (``drain --stay-out``)."""
         return f"{self.barred}{_escaped(node)}"
 
     @property
     def calls(self) -> str:
-        """Prefix of the keys for requests between agents (:mod:`.calls`). It does not begin with
-        :attr:`prefix`, because the leading agent already watches all keys below that.
-        """
+        """Prefix of the keys for agents' requests (:mod:`.calls`), apart from the keys that leaders watch."""
         return f"{self.prefix[:-1]}%calls/"
 
     @property
@@ -124,9 +120,7 @@ class Keys:
         return f"{self.prefix[:-1]}%answers/"
 
     def leaving(self, round: int) -> str:  # noqa: A002 -- the field's own word
-        """Return the key of the node that a user drains (removes from the job) in this round. There is only
-        one such key, so that users cannot drain two nodes at a time.
-        """
+        """Return the key of the one node that a user drains in this round, so that a second is refused."""
         return f"{self.prefix[:-1]}%leaving/{round}"
 
     def rank(self, node_rank: int) -> str:

@@ -366,15 +366,12 @@ _ADVICE = (
     "raise the memory limit of its control group, or use smaller batches or fewer data loader workers",
     "the machine was out of memory: use smaller batches or fewer data loader workers",
 )
-"""Two texts with advice to the user: the first one if the workers exceeded the memory limit of their cgroup,
-the second one if the machine ran out of memory.
-"""
+"""Advice to the user: first if a cgroup's limit was exceeded, second if the machine ran out of memory."""
 
 
 def memory_counters(cgroups: str, mountinfo: str) -> list[str]:
-    """Return the paths of the files that count OOM kills in a process's memory cgroups. Some of the files may
-    not exist. ``cgroups`` is the text of that process's ``/proc/PID/cgroup``, and ``mountinfo`` that of
-    ``/proc/self/mountinfo`` in this process.
+    """Return the paths of the files, some of which may not exist, that count OOM kills in the memory cgroups
+    of a process. Texts: its ``/proc/PID/cgroup``, and ``/proc/self/mountinfo`` of this process.
     """
     counters = []
     for line in cgroups.splitlines():
@@ -395,9 +392,7 @@ def memory_counters(cgroups: str, mountinfo: str) -> list[str]:
 
 
 def _mounted_at(path: str, mountinfo: str, kind: str, option: str) -> str | None:
-    """Return the path at which this process sees the directory of a cgroup, below the mount point that is the
-    closest to it. Return ``None`` if no mounted file system shows the directory.
-    """
+    """Return the path of a cgroup's directory below the closest mount that shows it; ``None`` without one."""
     best = None
     best_root = ""
     for line in mountinfo.splitlines():
@@ -421,9 +416,7 @@ def _unescape(field: str) -> str:
 
 
 def parse_oom_kill(text: str) -> int | None:
-    """Return the number of OOM kills in the text of ``memory.events``, ``memory.oom_control`` or
-    ``/proc/vmstat``. Return ``None`` if it has no such number.
-    """
+    """Return the number of OOM kills in the text of a file of the kernel; ``None`` if it tells none."""
     for line in text.splitlines():
         key, _, value = line.partition(" ")
         if key == "oom_kill" and value.isdecimal():
@@ -432,9 +425,7 @@ def parse_oom_kill(text: str) -> int | None:
 
 
 def oom_kills(pids: Iterable[int] = ()) -> dict[str, int]:
-    """Return the numbers of OOM kills in the cgroups of this process and of the processes ``pids``, by the
-    path of the file that counts them.
-    """
+    """Return the OOM kills in the cgroups of this process and of ``pids``, by path of the kernel's file."""
     mountinfo = file_text("/proc/self/mountinfo")
     paths = {VMSTAT: None}
     known = set()
@@ -466,9 +457,7 @@ def file_text(path: str) -> str:
 
 
 def oom_rise(before: Mapping[str, int], after: Mapping[str, int]) -> tuple[str, int] | None:
-    """Return the path of the file whose number of OOM kills has increased the most, and by how many. Return
-    ``None`` if none has increased.
-    """
+    """Return the file whose number of OOM kills has risen the most, and by how many; ``None`` if none has."""
     rises = {path: after[path] - count for path, count in before.items() if after.get(path, 0) > count}
     if any(path != VMSTAT for path in before):
         rises.pop(VMSTAT, None)
@@ -478,9 +467,7 @@ def oom_rise(before: Mapping[str, int], after: Mapping[str, int]) -> tuple[str, 
 def probably_oom(
     exitcode: int | None, sent_signal: int | None, before: Mapping[str, int], after: Mapping[str, int]
 ) -> bool:
-    """Return true if the kernel's OOM killer has probably killed a worker. If the worker is a shell, this may
-    be the command that it ran, so that the shell exited with code 137.
-    """
+    """Return true if the OOM killer probably killed a worker, or its shell's command (exit code 137)."""
     killed = exitcode in {-signal.SIGKILL, 128 + signal.SIGKILL}
     return killed and sent_signal != signal.SIGKILL and oom_rise(before, after) is not None
 
@@ -488,9 +475,7 @@ def probably_oom(
 def oom_note(
     exitcode: int | None, sent_signal: int | None, before: Mapping[str, int], after: Mapping[str, int]
 ) -> str | None:
-    """Return a line about the kernel's OOM killer for the report of a failure. Return ``None`` if the numbers
-    of OOM kills have not increased.
-    """
+    """Return a line about OOM kills for the report of a failure; ``None`` if there have been no new ones."""
     rise = oom_rise(before, after)
     if rise is None:
         return None

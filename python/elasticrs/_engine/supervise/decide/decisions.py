@@ -31,8 +31,7 @@ if TYPE_CHECKING:
 
 
 class Decisions(ABC):
-    """Decides how an agent reacts to events. The agent's loop carries out the actions that :meth:`step`
-    returns, in their order.
+    """Decides how an agent reacts to events. The agent's loop executes the returned actions in order.
 
     Attributes:
         signum: first signal that asked the agent to stop.
@@ -47,8 +46,7 @@ class Decisions(ABC):
             nodes) use. It may block. ``None`` if there is no such store.
         failed_elsewhere: true if this node's workers were stopped because workers on another node failed.
         can_end_job: true if a request to stop can also end the job on the other nodes.
-        serve: function that carries out requests of other nodes' agents. It is set before :meth:`open` is
-            called.
+        serve: function that carries out requests of other nodes' agents. It is set before :meth:`open`.
     """
 
     phase = machine.Phase.INIT
@@ -95,9 +93,7 @@ class Decisions(ABC):
 
     @property
     def calls(self) -> Calls | None:
-        """Object that sends requests to the agents of the other nodes. ``None`` if there are no other nodes,
-        or if the rendezvous handler of another package connects them.
-        """
+        """Object that sends requests to the other nodes' agents; ``None`` if they cannot get any."""
         return None
 
     def claim_drain(self, *, stays_out: bool, take: Callable[[bool], None]) -> None:  # noqa: ARG002 -- as above

@@ -121,9 +121,7 @@ def seen_failure(attempt: Attempt, local_rank: int) -> ProcessFailure:
 
 
 def why_expired(attempt: Attempt, local_rank: int) -> str | None:
-    """Describe the time limit that a worker exceeded, so that the agent killed it. Return ``None`` if it has
-    exceeded none.
-    """
+    """Describe the time limit that a worker exceeded before the agent killed it; ``None`` if none."""
     event = attempt.expired.get(local_rank)
     if event is None:
         return None
@@ -146,9 +144,7 @@ def why_expired(attempt: Attempt, local_rank: int) -> str | None:
 
 
 def why_it_failed(attempt: Attempt, local_rank: int) -> str | None:
-    """Return the reason for a worker's failure, if this agent knows one that neither the exit code nor an
-    exception of the worker shows. Otherwise, return ``None``.
-    """
+    """Return why a worker failed, if that is known, and its exit code and exception do not show it."""
     worker = attempt.exits.get(local_rank)
     if local_rank in attempt.expired:
         return why_expired(attempt, local_rank)
@@ -162,9 +158,7 @@ def why_it_failed(attempt: Attempt, local_rank: int) -> str | None:
 
 
 def how_by_evidence(attempt: Attempt, local_rank: int) -> str | None:
-    """Return the reason from :func:`why_it_failed` as a phrase to append to the worker's name. Return
-    ``None`` if the exit code or the exception says more.
-    """
+    """Return :func:`why_it_failed` as a phrase; ``None`` if exit code or exception tell the user more."""
     why = why_it_failed(attempt, local_rank)
     # If the worker was merely slow to exit, do not report the time limit that it exceeded.
     if why is None or attempt.is_slow_to_exit(local_rank):
@@ -179,8 +173,7 @@ def _how_it_hung(attempt: Attempt, event: _core.WorkerHung) -> str:
         return f": {left} exited with code 0, then others hung" if is_exit else ": a rank hangs"
     if attempt.blame is not None and attempt.blame.basis == "records":
         return f" {'keeps' if len(attempt.blame.ranks) == 1 else 'keep'} the other ranks waiting"
-    # If several ranks are silent, and there are no flight records (torch's logs of collectives), the agent
-    # only knows which rank stopped first.
+    # If several ranks are silent, and there are no logs of collectives, only the first to stop is known.
     is_alone = sum(seen.is_late for seen in event.ranks) < 2
     return " has hung" if is_alone or event.ground == "stopped" else " stopped first"
 
@@ -198,8 +191,7 @@ def how_it_was_seen(attempt: Attempt, local_rank: int) -> str:
     if overdue is not None and overdue.is_blamed:
         who = f": {attempt.who(local_rank)}" if attempt.is_undecided else ""
         return f"{who} {why_expired(attempt, local_rank)}"
-    # If a worker raised an exception, and a signal that the agent has not sent killed it while it exited,
-    # name the signal.
+    # If a signal of another program killed a worker while it exited after an exception, name the signal.
     is_killed = worker is not None and worker.sent_signal is None and (worker.exitcode or 0) < 0
     said = None
     if raised is not None and not is_killed:

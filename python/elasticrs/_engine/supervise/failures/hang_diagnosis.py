@@ -213,9 +213,7 @@ class RunningRanks(Value):
 
     @staticmethod
     def decoded(fields: Mapping[str, Any]) -> RunningRanks:
-        """Return the ranks from the JSON object of another node's agent. Return no ranks if the object does
-        not have the expected fields.
-        """
+        """Return the ranks from another agent's JSON object; no ranks if its fields are not as expected."""
         try:
             facts, count = decode(a2b_base64(fields["evidence"])), int(fields["count"])
             silent = [{name: each[name] for name in _SILENT} for each in fields["silent"]]
@@ -386,9 +384,7 @@ def _age(path: str, other: str) -> int | None:
 
 
 def _with_record(found: RankEvidence, path: str, error_file: str) -> RankEvidence:
-    """Add to ``found`` what the worker has written to the file ``path``: its flight record (torch's log of
-    collectives), its process groups, and its Python stack.
-    """
+    """Add what the worker has written to ``path``: torch's log of collectives, process groups, stack."""
     document = _content(path, MAX_BYTES)
     if document is None:
         has_thread = os.path.lexists(flight_requests_file(error_file))

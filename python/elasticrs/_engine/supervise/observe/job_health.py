@@ -134,8 +134,7 @@ class HealthObserver(Observer):
             # Ask for the nodes' names only for a status request, because with many nodes the answer is large.
             self._result.node_names(asks=True)
             if self._native.viewers:
-                # The page for browsers shows the ranks of all nodes. The other nodes' agents answer later, so
-                # their answers are in a later text of the page.
+                # The page also shows ranks of other nodes. A later text of it has their agents' answers.
                 self._result.ask_others()
         # Publish the status again: failures of other nodes and time without progress cause no event here.
         self._is_stale |= self._job.is_multi_node or self._no_progress is not None
@@ -419,9 +418,7 @@ def workers_of(attempt: Attempt, progress: Mapping[int, dict[str, Any]]) -> list
 
 
 def progress_of(attempt: Attempt, beats: Sequence[_core.Heartbeat]) -> dict[int, dict[str, Any]]:
-    """Return the last training step of each worker of this node, by local rank. It is read from the file that
-    the worker shares with the agent, or from its last heartbeat (``beats``).
-    """
+    """Return the last training step of each worker of this node, from its file or last heartbeat."""
     files, now_ns = attempt.keep_files, time.monotonic_ns()
     last = {beat.local_rank: beat for beat in beats}
     found = {}

@@ -44,9 +44,7 @@ TITLES = ("JOB", "SCRIPT", "STATE", "NODES", "RANKS", "STEP", "LAST STEP", "RUNN
 
 
 def row(pid: int, status: Mapping[str, Any] | None) -> tuple[str, ...]:
-    """Return the cells of a job's row in the table of all jobs. ``status``: ``None`` if the agent of the job,
-    which has this pid, does not answer.
-    """
+    """Return a job's row in the table of all jobs. ``status`` is ``None`` if the agent does not answer."""
     if status is None:
         return (*(UNKNOWN,) * 2, "does not answer", *(UNKNOWN,) * 6, str(pid))
     job, group = status["job"], status["group"] or {}
@@ -86,9 +84,7 @@ def _shows_nodes(status: Mapping[str, Any]) -> bool:
 
 
 def _progress(worker: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the fields of a worker about its last training step, or about its last heartbeat if it has not
-    made a step.
-    """
+    """Return the fields of a worker about its last step or, if it has made none, its last heartbeat."""
     return worker.get("progress") or worker.get("heartbeat") or {}
 
 
@@ -149,9 +145,7 @@ def remarks(status: Mapping[str, Any]) -> list[str]:
 
 
 def _weighed_remarks(status: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return what a user should look at, as pairs: how serious it is (``bad``, ``warn`` or ``note``), and a
-    line of text.
-    """
+    """Return the lines of :func:`remarks`, each after how serious it is: ``bad``, ``warn`` or ``note``."""
     found = []
     agent = status["agent"]
     if not agent["alive"]:
@@ -229,9 +223,7 @@ def _most_steps(workers: Sequence[Mapping[str, Any]]) -> dict[tuple[bool, float]
 
 
 def _odd_ranks(status: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return what a user should know about ranks that do not run or are several steps behind the others, as
-    pairs: how serious it is (``bad``, ``warn`` or ``note``), and a line of text.
-    """
+    """Return lines about ranks that do not run or are steps behind, each after how serious that is."""
     workers = all_workers(status)
     by_look: dict[tuple[str, str], list[int]] = {}
     for worker, look in zip(workers, _looks(status, workers), strict=True):
@@ -248,9 +240,7 @@ _ROW = 64
 
 
 def letters(status: Mapping[str, Any]) -> list[str]:
-    """Return lines that show the state of each rank as a letter. Return no lines for a job with so few ranks
-    that the table of ranks shows all of them.
-    """
+    """Return lines with a letter for each rank's state, or none if the table of ranks shows all ranks."""
     workers = all_workers(status)
     if len(workers) <= MAX_SHOWN:
         return []
@@ -260,9 +250,7 @@ def letters(status: Mapping[str, Any]) -> list[str]:
 
 
 def ranks_table(status: Mapping[str, Any]) -> list[str]:
-    """Return the lines of a table of ranks. If it has no room for all, it shows those that most need the
-    user's attention.
-    """
+    """Return a table of ranks. If it has no room for all, it shows those that most need attention."""
     rows = [cells for _, cells in _rank_rows(status)]
     return [*table([_rank_titles(status), *rows]), *_more(status)] if rows else []
 

@@ -63,19 +63,13 @@ OTHERS_PERIOD = 2.0
 """Minimum seconds between two requests to the other nodes' agents for the states of their ranks."""
 
 MOST_ASKED = 1000
-"""Maximum number of other nodes whose agents are asked for the states of their ranks. In a larger job, this
-agent asks none of them.
-"""
+"""Maximum number of other nodes whose agents are asked for their ranks' states. With more, none is asked."""
 
 DRAIN_LIMIT = LONGEST_HOLD + CALL_LIMIT
-"""Maximum seconds to wait for the agent of a node that a user drains (removes from the job). This agent may
-hold the signal to its workers back until they are at the same training step, and answers after that.
-"""
+"""Maximum seconds to wait for the agent of a drained node, which may first hold its workers' signal back."""
 
 _QUESTIONS = frozenset(("stacks", "others", "ranks", "who", "can checkpoint"))
-"""Orders that only ask an agent for something and change nothing, so the agent's console does not mention
-them.
-"""
+"""Orders that only ask an agent for something, so that its console does not mention them."""
 
 _WAYS = (
     "a handler for SIGUSR1 in the script, Lightning's SLURMEnvironment(requeue_signal=SIGUSR1), or"
@@ -94,9 +88,8 @@ class Refused(Exception):  # noqa: N818 -- it is an answer
 
 
 class Orders:
-    """Carries out the orders that ``elasticctl`` sends to this agent. If it sends an order to the agent of
-    another node, that agent asks this one to carry out this node's part of the order (:mod:`.calls`).
-    ``say`` prints a line on this agent's console.
+    """Carries out orders that ``elasticctl`` sends to this agent, and this node's part of orders that it
+    sends to agents of other nodes (:mod:`.calls`). ``say`` prints a line on this agent's console.
     """
 
     def __init__(
@@ -165,9 +158,7 @@ class Orders:
         self._try(partial(action, order, answer), answer)
 
     def _try(self, act: Callable[[], None], answer: Answer) -> None:
-        """Call ``act``, which carries out an order. If it refuses the order, say so on this agent's console,
-        and in the answer to ``elasticctl``.
-        """
+        """Call ``act``, which carries out an order. If it refuses, tell the console and ``elasticctl``."""
         try:
             act()
         except Refused as reason:
@@ -234,9 +225,7 @@ class Orders:
     # --- ranks of other nodes ---
 
     def others(self) -> list[dict[str, Any]]:
-        """Return the last answers of the other nodes' agents about their ranks, with the age of the answers.
-        Return no answers from an earlier round (an attempt of all nodes).
-        """
+        """Return the last answers of other nodes' agents about their ranks in this round, with their age."""
         known, age = self._known, time.monotonic() - self._known.at
         return [{**each, "age_seconds": age} for each in known.nodes] if self._is_of_now(known) else []
 
@@ -318,9 +307,7 @@ class Orders:
         self._try(act, answer)
 
     def _drain_own(self, order: dict[str, Any], answer: Answer) -> None:
-        """Have this node leave the job. Refuse that if this node hosts the store, because the job would end
-        with it, or if too few nodes would be left.
-        """
+        """Have this node leave the job. Refuse if it hosts the store, or if too few nodes would be left."""
         rendezvous = self._job.rendezvous
         assert rendezvous is not None
         if self._decisions.hosts_store:
@@ -425,9 +412,7 @@ class Orders:
 
 
 class _Known(Value):
-    """The last answers of the other nodes' agents about their ranks (``nodes``), the round (an attempt of all
-    nodes) of these answers, and the time at which they arrived, on the monotonic clock (``at``).
-    """
+    """Last answers of other nodes' agents about their ranks, with the round and the time of the answers."""
 
     round: int
     at: float
@@ -435,9 +420,7 @@ class _Known(Value):
 
 
 def _are_workers(value: object) -> bool:
-    """Return true if ``value``, from another agent's answer, is a list of workers, each with the fields that
-    the status shows of a worker.
-    """
+    """Return true if a part of an agent's answer is a list of workers with the fields of the status."""
     return isinstance(value, list) and all(
         isinstance(each, dict)
         and type(each.get("rank")) is int
@@ -447,9 +430,7 @@ def _are_workers(value: object) -> bool:
 
 
 class _Joined:
-    """Joins answers about a signal, which the agent of each node has sent to its workers, into one answer to
-    ``elasticctl``.
-    """
+    """Joins the answers of all nodes' agents about a signal into one answer to ``elasticctl``."""
 
     def __init__(self, answer: Answer, nodes: int) -> None:
         self._answer, self._nodes = answer, nodes
@@ -460,9 +441,7 @@ class _Joined:
         self.add(*answers.values())
 
     def add(self, *parts: Mapping[str, Any]) -> None:
-        """Add either the answer of this node, or the answers of all other nodes. After the second of these
-        two calls, send the joined answer to ``elasticctl``.
-        """
+        """Add this node's answer, or those of all other nodes. When both are there, answer ``elasticctl``."""
         self._parts += parts
         self._left -= 1
         if not self._left:
@@ -470,9 +449,7 @@ class _Joined:
 
 
 def _is_delivery(fields: Mapping[str, Any]) -> bool:
-    """Return true if an agent's answer says how it sent a signal, so that it has the fields that
-    :func:`delivery` returns.
-    """
+    """Return true if an agent's answer has the fields that :func:`delivery` returns about a signal."""
     types = {"ranks": (int,), "step": (int, NoneType), "why": (str,), "waited": (int, float)}
     return all(name in fields and type(fields[name]) in allowed for name, allowed in types.items())
 
@@ -506,9 +483,7 @@ def _tell_delivery(answer: Answer, ranks: int, sent: Delivery) -> None:
 
 
 def delivery(ranks: int, sent: Delivery) -> dict[str, Any]:
-    """Return the answer to ``elasticctl`` about a signal: to how many ranks it was sent (``ranks``), after
-    which step of the optimizer, or why the ranks have not agreed on a step (``sent``).
-    """
+    """Return the answer to ``elasticctl`` about a signal: to how many ranks, and how it was sent."""
     to = f"{phrases.signal_name(sent.signum)} sent to {ranks} rank{'s' if ranks != 1 else ''}"
     code = NOT_AGREED if sent.why else DONE
     if sent.step is not None:
@@ -525,9 +500,8 @@ def delivery(ranks: int, sent: Delivery) -> dict[str, Any]:
 def _tell_stacks(
     attempt: Attempt, others: SimpleQueue[Mapping[int, Mapping[str, Any]]] | None, answer: Answer
 ) -> None:
-    """Answer ``elasticctl`` with the Python stacks of the ranks of all nodes. ``others`` is a queue that gets
-    the answers of the other nodes' agents. If it is ``None``, answer the agent of another node instead, with
-    the stacks of this node's ranks only.
+    """Answer ``elasticctl`` with the Python stacks of all nodes' ranks. ``others`` is a queue that gets the
+    answers of the other agents. If it is ``None``, tell another agent the stacks of this node's ranks only.
     """
     try:
         from elasticrs._engine.supervise.failures.hang_diagnosis import (

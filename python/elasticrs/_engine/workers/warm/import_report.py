@@ -48,9 +48,7 @@ _PATIENCE = 0.5
 """Time limit in seconds for checking the modules' files. A network file system may not respond."""
 
 _MOST_TOUCHED = 3
-"""Number of consecutive imports, during each of which a file has changed, after which workers start without
-preloaded modules for the rest of the job.
-"""
+"""Number of imports in a row with changed files after which workers start without preloaded modules."""
 
 
 class LeftOut(Value):
