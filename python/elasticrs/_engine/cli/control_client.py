@@ -168,9 +168,8 @@ def _agent(path: str, killed: list[str]) -> Agent | None:
 
 
 def choose(agents: Sequence[Agent], wanted: str | None) -> Agent:
-    """Return the agent of the job that the user means. ``wanted`` is the job's run id or script, the start of
-    one of these, or the agent's pid; ``None`` means the only job. Raises :class:`Problem` unless exactly one
-    job fits.
+    """Return the agent of the job that the user means by ``wanted``: its run id or script, or the start of
+    one, or the agent's pid; ``None``: the only job. Raises :class:`Problem` unless exactly one job fits.
     """
     found = [agent for agent in agents if wanted is None or wanted in agent.names]
     if wanted and not found:

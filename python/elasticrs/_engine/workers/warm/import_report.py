@@ -267,9 +267,7 @@ class Warming:
         self._say(f"warm: workers start cold: {why}")
 
     def may_fork(self, supervisor: Supervisor) -> bool:
-        """Return true if the next workers may be forked from the nursery. If files of the imported modules
-        have changed, replace it by a new nursery, which imports them again.
-        """
+        """Return true if workers may be forked. If imported files have changed, start a new nursery."""
         if self._never_again is not None:
             self.is_warm, self.why_cold = False, self._never_again
             return False
