@@ -241,7 +241,8 @@ def test_a_process_without_a_job_has_a_page(listen):
 def test_the_page_of_a_job_says_how_it_is_until_it_ends(launch, worker_script, listen):
     job = launch("--health-check-port=0", "--nproc-per-node=2", worker_script(WAITS))
     port = port_of(job)
-    pids = [int(line[2]) for line in job.wait_for_lines(r"here (\d+) (\d+)\.", 2)]
+    found = job.wait_for_lines(r"here (\d+) (\d+)\.", 2)
+    pids = [int(line[2]) for line in sorted(found, key=lambda line: int(line[1]))]
     browser = listen(port)
     view = wait_until(lambda: browser.next()["view"], lambda view: view["state"] == "running")
     assert view["title"].startswith("worker")

@@ -123,7 +123,7 @@ def breaks_a_rule(numbers):
 
 
 def test_hypothesis_shrinks_a_failing_schedule():
-    settings = hypothesis.settings(max_examples=100, database=None, deadline=None, derandomize=True)
+    settings = hypothesis.settings(max_examples=500, database=None, deadline=None, derandomize=True)
     with rule_off("a_lent_port_is_another_program_s"):
         smallest = hypothesis.find(choices, breaks_a_rule, settings=settings)
         assert breaks_a_rule(smallest)
