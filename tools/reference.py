@@ -113,7 +113,7 @@ MORE = {
     "hang-exit-timeout": More("1h"),
     "health-check-port": More("8080", "[Metrics and health checks](metrics.md)"),
     "health-check-host": More("0.0.0.0"),
-    "health-check-timeout": More("60"),
+    "health-check-timeout": More("300"),
     "event-log-handler": More("file:events.jsonl", "[Events](events.md)", "no handler `file:PATH`"),
     "monitor-interval": More("1", torchrun="the interval of all polls"),
     "check": More("torchrun train.py", "[Check a command line](switch.md#check-a-command-line)"),
@@ -144,7 +144,7 @@ def entry(option: Option) -> str:
         facts.append("only in torch's source code so far" if option.name in NEWER else "not in torchrun")
     elif more.torchrun:
         facts.append(f"torchrun: {more.torchrun}")
-    text = re.sub(r"(?<![\w`-])(--[a-z-]+)", r"`\1`", option.help)
+    text = re.sub(r"(?<![\w`-])(--help \w+|--[a-z-]+)", r"`\1`", option.help)
     text = re.sub(r"(\$\{\w+\})", r"`\1`", text)
     sentences = f"{text[0].upper()}{text[1:]}." if text[0].islower() else f"{text}."
     return f"### `{option.flag}`\n\n{sentences} {more.text}".rstrip() + f"\n\n{' · '.join(facts)}\n"

@@ -67,6 +67,49 @@ def test_the_queries_name_only_metrics_and_labels_that_a_job_serves(launch, work
     assert job.wait() == 0, job.stderr
 
 
+def panels():
+    return json.loads((CONTRIB / "grafana" / "elasticrs.json").read_text())["panels"]
+
+
+def test_what_needs_heartbeats_says_that_it_needs_a_hang_timeout():
+    beats = re.compile(r"elasticrs_worker_(step|heartbeat)")
+    for panel in panels():
+        if any(beats.search(target["expr"]) for target in panel["targets"]):
+            assert "--hang-timeout" in panel["description"], panel["title"]
+    text, page = RULES.read_text(), (CONTRIB.parent / "docs" / "operating.md").read_text()
+    head = text.partition("groups:")[0]
+    rules = [rule for group in yaml.safe_load(text)["groups"] for rule in group["rules"]]
+    named = {rule["alert"] for rule in rules if beats.search(rule["expr"])}
+    assert len(named) == 2
+    for place in (head, page):
+        line = next(
+            line for line in place.replace("\n# ", " ").split(". ") if named <= {*re.findall(r"\w+", line)}
+        )
+        assert "--hang-timeout" in line
+
+
+def test_bytes_and_seconds_of_keep_have_their_own_axes():
+    """Grafana draws an axis for each unit."""
+    (panel,) = [panel for panel in panels() if "elasticrs.keep" in panel["targets"][0]["expr"]]
+    units = {"unit": panel["fieldConfig"]["defaults"]["unit"]}
+    found = {}
+    for name in ("step", "bytes", "age_seconds", "blocked_seconds", "copies", "failed_copies"):
+        rules = panel["fieldConfig"]["overrides"]
+        matching = [
+            rule for rule in rules if re.search(rule["matcher"]["options"].strip("/"), f"{name} (gpu1)")
+        ]
+        assert len(matching) <= 1
+        found[name] = matching[0]["properties"][0]["value"] if matching else units["unit"]
+    assert found == {
+        "step": "short",
+        "bytes": "bytes",
+        "age_seconds": "s",
+        "blocked_seconds": "s",
+        "copies": "none",
+        "failed_copies": "none",
+    }
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(
     shutil.which("promtool") is None, reason="needs promtool (Debian: apt-get install prometheus)"

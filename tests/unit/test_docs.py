@@ -42,6 +42,21 @@ def test_the_options_page_is_the_one_that_the_table_of_options_gives():
     assert set(reference.MORE) == {option.name for option in OPTIONS}
 
 
+def test_the_options_page_has_whole_commands_as_code_and_no_default_as_an_example_of_a_time():
+    page = PAGES["docs/options.md"]
+    assert "`--help rdzv`" in page
+    timeouts = (
+        "health-check-timeout",
+        "warm-timeout",
+        "shutdown-timeout",
+        "exit-timeout",
+        "node-check-timeout",
+    )
+    for name in timeouts:
+        (option,) = (option for option in OPTIONS if option.name == name)
+        assert option.kind.convert(reference.MORE[name].example) != option.default, name
+
+
 def test_the_examples_on_the_options_page_are_valid():
     examples = re.findall(r"example: `([^`]+)`", PAGES["docs/options.md"])
     assert len(examples) == sum(option.kind is not None for option in OPTIONS)

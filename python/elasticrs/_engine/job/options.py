@@ -235,7 +235,8 @@ SECTIONS: dict[str, tuple[Option, ...]] = {
         _setting("max-restarts", "number of restarts before the job fails "
                  "(default {default}), or how many times per duration, such as 3/1h", MAX_RESTARTS),
         _setting("restart-delay", "time to wait before a restart, such as 30s, or 1s..5m to double the delay "
-                 "with every failure without progress (default 0)", RESTART_DELAY, group=OURS),
+                 "with every failure without progress (default 0). Each delay is drawn at random between "
+                 "half and all of this time", RESTART_DELAY, group=OURS),
         _setting("max-same-failures", "how many equal failures without progress end the job although "
                  "restarts are left (default {default}; 0: no limit)", COUNT, group=OURS),
         _setting("max-excluded-nodes", "maximum number of unfit nodes that the job excludes (default "
@@ -353,8 +354,8 @@ SECTIONS: dict[str, tuple[Option, ...]] = {
                  "(default {default}; 0: no limit)", EXIT_TIMEOUT, group=OURS),
     ),
     "Monitoring": (
-        _setting("health-check-port", "port for /healthz, /readyz, /metrics, /status (default: "
-                 "TORCHELASTIC_HEALTH_CHECK_PORT)", HEALTH_PORT, group=OURS),
+        _setting("health-check-port", "port for /healthz, /readyz, /metrics, /status, and a page for "
+                 "browsers at / (default: TORCHELASTIC_HEALTH_CHECK_PORT)", HEALTH_PORT, group=OURS),
         Option("health-check-host", "address that the health check server listens on (default: "
                "ELASTICRS_HEALTH_CHECK_HOST or 127.0.0.1)", None, HOST, group=OURS),
         _setting("health-check-timeout", "seconds without progress after which /healthz answers 503 "
