@@ -91,6 +91,21 @@ def test_all_ranks_are_asked_in_the_same_step_to_save_and_to_stop(job, source):
     says(launched.stderr, "SIGTERM reaches all ranks after optimizer step", str(last))
 
 
+def test_a_signal_ends_a_forked_child_of_a_program_that_asks_in_each_step(launch, worker_script):
+    source = """
+        import os, signal
+        from elasticrs import checkpoint_requested
+
+        checkpoint_requested()
+        child = os.fork()
+        if not child:
+            signal.pause()
+        os.kill(child, signal.SIGTERM)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
+    """
+    launch("--nproc-per-node=1", worker_script(source)).exits(0)
+
+
 PAUSE = """
         if step == 9 and rank == 1:
             os.write(1, f"PAUSED {os.getpid()}.\\n".encode())

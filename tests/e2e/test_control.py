@@ -77,6 +77,15 @@ def test_the_first_question_starts_the_server_and_only_the_user_can_reach_it(sta
     assert not any(sockets.iterdir())
 
 
+def test_a_script_whose_name_is_not_valid_utf_8_has_a_status(start, asked):
+    job = start(name="w\udcff.py", nproc=1)
+    code, text = asked("status")
+    assert code == 0
+    assert text.startswith("w?.py")
+    assert asked("stop")[0] == 0
+    assert job.wait() == 1
+
+
 def test_optimizer_steps_are_shown_without_a_hang_timeout(start, sockets, asked):
     job = start(source=COUNTS, name="steps.py")
     workers = wait_until(

@@ -196,6 +196,14 @@ def test_heartbeats_with_a_step_number_count_until_a_step_of_an_optimizer_is_see
     assert boundary.follow_heartbeats(lambda: None) is None
 
 
+def test_heartbeats_of_another_thread_do_not_count(words, counted):
+    beat = boundary.follow_heartbeats(lambda: None)
+    thread = threading.Thread(target=lambda: [beat() for _ in range(4)])
+    thread.start()
+    thread.join()
+    assert words[Agreed.STEPS] == 0
+
+
 @pytest.mark.parametrize("is_initialized", [True, False])
 def test_a_gpu_is_synchronized_before_the_worker_says_that_it_is_ready(words, monkeypatch, is_initialized):
     seen = []

@@ -182,7 +182,16 @@ def follow_heartbeats(stop: Callable[[], None]) -> Callable[[], None] | None:
     counter = _Counter(boundary, 0)
     counter.undo.append(stop)
     boundary.count_with(counter)
-    return counter.count
+    from threading import main_thread
+
+    trainer = main_thread().ident
+
+    def count() -> None:
+        # Another thread, which reports the progress of the training, sends heartbeats in the middle of steps.
+        if get_ident() == trainer:
+            counter.count()
+
+    return count
 
 
 _boundary: _Boundary | None = None
@@ -551,10 +560,30 @@ class _Calls(_Counter):
         boundary.count_with(self)
         boundary.names_steps = True
         self._wish = ""
-        if layout.VARIABLE in os.environ and _is_main_thread():
-            for signum in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
-                if signal.getsignal(signum) == signal.SIG_DFL:
-                    signal.signal(signum, self._note)
+        if layout.VARIABLE not in os.environ or not _is_main_thread():
+            return
+        signals = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+        noted = [signum for signum in signals if signal.getsignal(signum) == signal.SIG_DFL]
+        for signum in noted:
+            signal.signal(signum, self._note)
+
+        masks: dict[int, set[int]] = {}
+
+        # These signals are to end a forked child, as in a program that does not call this function. They are
+        # blocked during a fork, because the handler would take a signal that comes right after it.
+        def hold() -> None:
+            masks[get_ident()] = signal.pthread_sigmask(signal.SIG_BLOCK, noted)
+
+        def release() -> None:
+            signal.pthread_sigmask(signal.SIG_SETMASK, masks.pop(get_ident()))
+
+        def release_child() -> None:
+            for signum in noted:
+                if signal.getsignal(signum) == self._note:
+                    signal.signal(signum, signal.SIG_DFL)
+            release()
+
+        os.register_at_fork(before=hold, after_in_parent=release, after_in_child=release_child)
 
     def _note(self, signum: int, _frame: FrameType | None) -> None:
         from signal import SIGTERM

@@ -322,7 +322,9 @@ class HealthObserver(Observer):
 
     def _publish(self, workers: list[tuple[int, int, int]] | None = None) -> None:
         self._is_stale = False
-        self._native.publish(self._state, json.dumps(self._status()), workers)
+        # JSON cannot have the surrogates by which Python represents a path that is not valid UTF-8.
+        status = json.dumps(self._status(), ensure_ascii=False).encode(errors="replace").decode()
+        self._native.publish(self._state, status, workers)
 
     def _status(self) -> dict[str, Any]:
         job, attempt = self._job, self._attempt
