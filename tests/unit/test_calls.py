@@ -134,6 +134,30 @@ def test_a_call_reaches_the_nodes_of_its_round_and_is_over_when_all_have_answere
     assert len(job.served) == 2
 
 
+@pytest.mark.parametrize("end", ["answers", "limit", "loss", "no others"])
+def test_an_error_of_a_function_that_takes_answers_ends_no_other_call_and_is_told(end):
+    job = Job()
+    asker, others = job.agents[0], [] if end == "no others" else [1, 2]
+
+    def fail(_answers):
+        raise RuntimeError("a defect")
+
+    asker.ask({"do": "it"}, others, 1.0, fail)
+    asker.ask({"do": "it"}, others, 1.0, job.answers.append)
+    job.deliver()
+    for _, _, answer in job.served if end == "answers" else ():
+        answer({"code": 0})
+    job.deliver()
+    for _, name in job.timers if end == "limit" else ():
+        assert asker.expire(name)
+    if end == "loss":
+        asker.lost()
+    assert len(job.answers) == 1
+    (trouble,) = asker.take_troubles()
+    assert "RuntimeError('a defect')" in trouble
+    assert asker.take_troubles() == []
+
+
 @pytest.mark.parametrize(
     "value",
     [b"", b"\xff", b"[]", b"{}", b'{"round":1,"to":7,"node":"n","order":{}}', b"x" * 10_000, b"[" * 9000],

@@ -94,6 +94,7 @@ class Calls:
         self._served: deque[str] = deque(maxlen=_MAX_SERVED)
         self._count = 0
         self._open: dict[str, _Call] = {}
+        self._troubles: list[str] = []
 
     def listen(self, tag: int) -> None:
         """Begin to watch the requests of other agents, until the connection to the store ends. Idempotent.
@@ -108,8 +109,7 @@ class Calls:
         """End all requests that wait for answers, because the connection to the store is lost."""
         self._is_listening = False
         for name in list(self._open):
-            call = self._open.pop(name)
-            call.take(call.answers)
+            self._end(self._open.pop(name))
 
     def others(self) -> list[int]:
         """Return the group ranks of the other nodes of the running round."""
@@ -151,7 +151,19 @@ class Calls:
         answers = self._keys.answers + f"{name}/"
         self._send(Unwatch(answers, False))
         self._send(Txn(0, [], [Delete(self._keys.calls + name), DeletePrefix(answers)]))
-        call.take(call.answers)
+        self._end(call)
+
+    def _end(self, call: _Call) -> None:
+        try:
+            call.take(call.answers)
+        # A defect in the function that takes the answers must end neither the agent nor other calls.
+        except Exception as error:
+            self._troubles.append(f"elasticctl: the answers of other agents were not handled: {error!r}")
+
+    def take_troubles(self) -> list[str]:
+        """Return, once, a line for the user about each error of a function that takes answers."""
+        told, self._troubles = self._troubles, []
+        return told
 
     def take(self, changes: Sequence[Entry]) -> list[Entry]:
         """Handle keys in the store that are requests or answers to this agent. Return the other changes."""

@@ -311,6 +311,8 @@ class Driver:
                 self.calls.listen(_CALLS)
             elif self._calls is None or not self._calls.expire(name):
                 left += self._farewell(name) or self.tell(messages.TimerFired(name))
+        if self._calls is not None:
+            left += map(messages.Announce, self._calls.take_troubles())
         return left
 
     def _is_of_calls(self, event: StoreEvent) -> bool:

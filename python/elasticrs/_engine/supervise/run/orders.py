@@ -164,6 +164,10 @@ class Orders:
         except Refused as reason:
             self._say(f"elasticctl: refused, because {reason}")
             answer({"code": reason.code, "message": str(reason)})
+        # A defect in the code of an order must not end the job.
+        except Exception as error:
+            self._say(f"elasticctl: the order has failed: {error!r}")
+            answer({"code": FAILED, "message": f"the agent could not carry out the order: {error!r}"})
 
     def _ask_others(
         self, order: dict[str, Any], what: str, limit: float, take: Take, ranks: Sequence[int] | None = None
@@ -265,9 +269,8 @@ class Orders:
     def _tell_ranks(self, _order: dict[str, Any], answer: Answer) -> None:
         from elasticrs._engine.supervise.observe.job_health import progress_of, workers_of
 
-        attempt = self._tracker.attempt
-        assert attempt is not None  # This node takes part in the round of the request, so it has an attempt.
-        workers = workers_of(attempt, progress_of(attempt, self._tracker.supervisor.heartbeats()))
+        attempt, beats = self._tracker.attempt, self._tracker.supervisor.heartbeats()
+        workers = [] if attempt is None else workers_of(attempt, progress_of(attempt, beats))
         answer({"code": DONE, "node": self._node, "workers": workers})
 
     # --- drain ---
@@ -284,17 +287,12 @@ class Orders:
     def _drain_other(
         self, order: dict[str, Any], answer: Answer, found: Mapping[int, Mapping[str, Any]]
     ) -> None:
-        node, own = str(order.get("node")), self._running_attempt().plan.ranks[0].group_rank
-        names = {own: self._node, **{rank: str(each.get("name")) for rank, each in found.items()}}
-        ranks = [rank for rank, name in names.items() if name == node] or [
-            rank for rank in names if str(rank) == node
-        ]
-
-        def take(answers: Mapping[int, dict[str, Any]]) -> None:
-            silent = {"code": FAILED, "message": f"the agent of node {node} has not answered in time"}
-            answer(answers.get(ranks[0]) or silent)
-
         def act() -> None:
+            node, own = str(order.get("node")), self._running_attempt().plan.ranks[0].group_rank
+            names = {own: self._node, **{rank: str(each.get("name")) for rank, each in found.items()}}
+            ranks = [rank for rank, name in names.items() if name == node] or [
+                rank for rank in names if str(rank) == node
+            ]
             listed = ", ".join(f"{phrases.printable(names[rank])} ({rank})" for rank in sorted(names)[:20])
             if not ranks:
                 raise Refused(
@@ -302,6 +300,11 @@ class Orders:
                 )
             if len(ranks) > 1:
                 raise Refused(f"{len(ranks)} nodes are named {node}: choose a group rank: {listed}", USAGE)
+            silent = {"message": f"the agent of node {node} has not answered in time"}
+
+            def take(answers: Mapping[int, dict[str, Any]]) -> None:
+                answer(_passed_on(answers.get(ranks[0]) or silent))
+
             self._ask_others(order, "drain", DRAIN_LIMIT, take, ranks)
 
         self._try(act, answer)
@@ -472,6 +475,15 @@ def joined(parts: Sequence[Mapping[str, Any]], nodes: int) -> dict[str, Any]:
 
 def _reply(server: _core.HealthServer, number: int, fields: dict[str, Any]) -> None:
     server.reply(number, json.dumps(fields), is_last="code" in fields)
+
+
+def _passed_on(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return an answer to ``elasticctl`` with the exit code and the text of another agent's answer. The code
+    is :data:`FAILED` if that agent has told none.
+    """
+    code = fields.get("code")
+    is_known = type(code) is int and DONE <= code <= REFUSED
+    return {"code": code if is_known else FAILED, "message": str(fields.get("message"))}
 
 
 def _who_continues(nodes: int) -> str:

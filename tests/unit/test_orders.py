@@ -1,0 +1,91 @@
+"""Orders of ``elasticctl`` whose conditions change while the agent waits for other agents or the store."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+
+from elasticrs._engine.supervise.attempts.state_machine import Phase
+from elasticrs._engine.supervise.run.orders import DONE, FAILED, REFUSED, Orders
+
+
+class Job:
+    """Agent with group rank 0 of a job of three nodes. Its requests to other agents are kept in a list."""
+
+    def __init__(self):
+        self.asked, self.said, self.answers, self.stops, self.claims = [], [], [], [], []
+        ranks = [SimpleNamespace(group_rank=0, group_world_size=3)]
+        attempt = SimpleNamespace(plan=SimpleNamespace(ranks=ranks), running=lambda: {0: 1}, round=1)
+        self.calls = SimpleNamespace(others=lambda: [1, 2], ask=lambda *call: self.asked.append(call))
+        self.decisions = SimpleNamespace(
+            phase=Phase.RUNNING,
+            calls=self.calls,
+            hosts_store=False,
+            claim_drain=lambda **claim: self.claims.append(claim),
+        )
+        self.tracker = SimpleNamespace(
+            attempt=attempt,
+            observers=SimpleNamespace(ordered=lambda *_: None),
+            supervisor=SimpleNamespace(heartbeats=list),
+        )
+        agent = SimpleNamespace(ask_to_stop=lambda event, tell: self.stops.append((event, tell)))
+        job = SimpleNamespace(rendezvous=SimpleNamespace(min_nodes=1), on_failure="restart")
+        self.orders = Orders(agent, job, self.tracker, self.decisions, self.said.append)
+
+    def order(self, **order):
+        server = SimpleNamespace(take_orders=lambda: [(1, 0, 7, json.dumps(order))])
+        server.reply = lambda _number, text, **_: self.answers.append(json.loads(text))
+        self.orders.take(server)
+
+    def reply(self, answers):
+        """Pass the other agents' answers on to the function that waits for the last request."""
+        self.asked[-1][3](answers)
+
+
+NAMES = {1: {"code": 0, "name": "n1"}, 2: {"code": 0, "name": "n2"}}
+
+
+def test_a_drain_of_another_node_is_refused_if_the_workers_end_before_the_nodes_have_answered():
+    job = Job()
+    job.order(do="drain", node="n1")
+    job.decisions.phase = Phase.STOPPING
+    job.reply(NAMES)
+    assert [each["code"] for each in job.answers] == [REFUSED]
+    assert len(job.asked) == 1
+
+
+@pytest.mark.parametrize(
+    ("answer", "code"),
+    [
+        (None, FAILED),
+        ({}, FAILED),
+        ({"code": None, "message": "another program runs the agent"}, FAILED),
+        ({"code": "x", "message": []}, FAILED),
+        ({"code": 77, "message": "m"}, FAILED),
+        ({"code": DONE, "message": "m"}, DONE),
+        ({"code": REFUSED, "message": "m"}, REFUSED),
+    ],
+)
+def test_the_answer_of_a_drained_node_has_an_exit_code_and_a_text(answer, code):
+    job = Job()
+    job.order(do="drain", node="n1")
+    job.reply(NAMES)
+    job.reply({} if answer is None else {1: answer})
+    (told,) = job.answers
+    assert told["code"] == code
+    assert isinstance(told["message"], str)
+
+
+def test_an_error_in_an_order_is_answered_and_told():
+    job = Job()
+    job.tracker.attempt.plan = None
+    job.order(do="drain", node="n1")
+    assert [each["code"] for each in job.answers] == [FAILED]
+    assert "AttributeError" in job.said[-1]
+
+
+def test_an_agent_without_workers_tells_the_others_that_it_has_none():
+    job = Job()
+    job.tracker.attempt = None
+    job.orders.take_call({"do": "ranks", "sender": "n1"}, job.answers.append)
+    assert [(each["code"], each["workers"]) for each in job.answers] == [(DONE, [])]
