@@ -66,7 +66,7 @@ COSTS: tuple[tuple[str, int, Costs], ...] = (
         },
     ),
 )
-"""For each mode of `workers/kept.py`, its argument, and for each figure: name, unit, conditions, divisor."""
+"""Each mode of `workers/kept.py`, its argument, and each figure's name, unit, conditions and divisor."""
 
 
 def _costs(options: Options) -> list[Row]:

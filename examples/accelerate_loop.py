@@ -17,7 +17,7 @@ from elasticrs import checkpoint_requested
 
 def main() -> None:
     arguments = task.parse_arguments()
-    # Let the order of the points depend only on the epoch, so that an epoch that is resumed has the same one.
+    # Let the order of the points depend only on the epoch, so that a resumed epoch has the same order.
     order = DataLoaderConfiguration(use_seedable_sampler=True)
     # Set `cpu` on a machine without a GPU, because each rank would otherwise train alone, without the others.
     accelerator = Accelerator(cpu=not torch.cuda.is_available(), dataloader_config=order)

@@ -12,7 +12,7 @@ from contextlib import suppress
 
 
 class Job:
-    """A job of one agent, or of several agents that meet, each for a node of its own.
+    """A job with an agent for each of its nodes. The agents of several nodes connect to the first one.
 
     Args:
         command: command that starts an agent, with the options and arguments that all agents have.
@@ -34,7 +34,7 @@ class Job:
         self.agents: list[subprocess.Popen[bytes]] = []
         self._variables, self._take = variables, take
         self._rest: dict[int, bytes] = {}
-        """For each agent whose output is still open: the line that it has not completed yet, or nothing."""
+        """The incomplete last line of each agent whose output is still open. The line may be empty."""
         self._ends = time.monotonic() + limit
 
     def start(self, *options: str, node: int | None = None) -> None:
@@ -53,7 +53,7 @@ class Job:
         self.agents.append(agent)
 
     def wait_for_port(self, port: int) -> None:
-        """Wait until the first agent listens on a port, or has ended. The other agents meet at this port."""
+        """Wait until the first agent listens on a port, or has ended. The others connect to this port."""
         while self.agents[0].poll() is None and time.monotonic() < self._ends:
             with socket.socket() as probe:
                 if probe.connect_ex(("localhost", port)) == 0:
@@ -72,7 +72,7 @@ class Job:
             self.read_some(1.0)
 
     def read_some(self, wait: float) -> None:
-        """Read what the agents have printed. If that is nothing yet, wait at most ``wait`` seconds for it."""
+        """Read what the agents have printed. If there is nothing to read, wait at most ``wait`` seconds."""
         number_of = {agent.stdout: number for number, agent in enumerate(self.agents)}
         for pipe in select.select([self.agents[each].stdout for each in self._rest], [], [], wait)[0]:
             self._read(number_of[pipe])

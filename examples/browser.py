@@ -42,8 +42,8 @@ class Browser:
     def __init__(self, program: str) -> None:
         self._home = tempfile.TemporaryDirectory(prefix="browser_", ignore_cleanup_errors=True)
         (read, self._orders), (self._answers, write) = os.pipe(), os.pipe()
-        # The browser reads from descriptor 3 and writes to descriptor 4. So give the pipes higher numbers
-        # first, because one of them may have a number that another one is to get.
+        # The browser reads from descriptor 3 and writes to descriptor 4. First move both pipes to higher
+        # numbers. Otherwise, giving the number 3 to one pipe could close the other.
         theirs = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 10) for fd in (read, write)]
         nowhere = [(os.POSIX_SPAWN_OPEN, fd, os.devnull, os.O_RDWR, 0) for fd in range(3)]
         ends = [(os.POSIX_SPAWN_DUP2, fd, at) for at, fd in enumerate(theirs, 3)]
@@ -72,7 +72,7 @@ class Browser:
         self._home.cleanup()
 
     def open(self, url: str, *, width: int = 1120, height: int = 900, is_dark: bool = False) -> None:
-        """Open a page in a window of this size. The browser asks the page for dark or for light colours."""
+        """Open a page in a window of this size, as for a user who prefers dark or light colours."""
         scheme = [{"name": "prefers-color-scheme", "value": "dark" if is_dark else "light"}]
         self._ask("Emulation.setEmulatedMedia", features=scheme)
         size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}

@@ -84,7 +84,7 @@ SHARED = ("torch_programs", "programs", "trainers", "torch_clients", "etcd_progr
 """Fixtures that take long to start and serve all tests of a pytest process: torch's import, etcd's start."""
 
 
-@pytest.hookimpl(trylast=True)  # Each process gets an equal part of what ``-m`` and ``-k`` have left.
+@pytest.hookimpl(trylast=True)  # Each process gets an equal part of the tests that ``-m`` and ``-k`` select.
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """If the tests run in several processes, distribute the slow tests evenly and run them first, so that no
     process finishes long after the others. Tests that use the same fixture of `SHARED` run in the same

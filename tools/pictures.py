@@ -292,8 +292,8 @@ def _restart(launcher: Sequence[str], keeps: bool) -> dict[str, Any]:
         Path(folder, "train.py").write_text(script, encoding="utf-8")
         command = [*launcher, "--standalone", "--nproc-per-node", "4", "--max-restarts", "1"]
         command += ["train.py", "--stamps", "--steps", "120", "--accidents", f"kill:{KILLED_IN}"]
-        # Without the second variable, restarted workers of torchrun would read the addresses of the attempt
-        # before in the store that the agent shares with them.
+        # Without the second variable, restarted workers of torchrun would read the addresses of the previous
+        # attempt in the store that the agent shares with them.
         variables = {"OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
         killed, started, stamps = 0, 0.0, []
         environment = {**os.environ, **variables}

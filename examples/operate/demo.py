@@ -1,5 +1,6 @@
-"""Operates the training in `train.py`, as a user would: three nodes (three agents on this machine) train, and
-`elasticctl` looks at them, saves, restarts, stops, and drains a node. A browser opens the page of the job.
+"""Operates the training in `train.py`, as a user would. Three nodes (three agents on this machine) train.
+`elasticctl` shows their state, saves checkpoints, restarts and stops the training, and drains (removes) a
+node. A browser opens the page of the job.
 
 Prints what happened. Exits with 1 if a promise is broken: the ranks did not act after the same step, a step
 was lost, or the training that was stopped did not continue like one that was never stopped.
@@ -74,8 +75,8 @@ class Demo:
         return said
 
     def asked_step(self, job: Job, wish: str, before: int) -> int:
-        """Return the step after which all ranks were asked to act on a wish ("save" or "stop"). ``before`` is
-        the number of times that ranks of the job were asked the same earlier.
+        """Return the step after which all ranks were asked to "save" or to "stop", as ``wish`` says. Skip the
+        first ``before`` lines about such requests.
         """
         found = job.read(rf"rank \d+ is asked to {wish} after step (\d+)", before + NODES)[before:]
         steps = {int(each[1]) for each in found}
@@ -84,8 +85,8 @@ class Demo:
         return max(steps, default=-1)
 
     def lost(self, job: Job, ranks: int, step: int, begun: int) -> int:
-        """Wait until each of so many ranks has printed at which step it continues. Return how many steps up
-        to ``step`` are lost, so that they are made again. Skip the first ``begun`` of such lines.
+        """Wait until this number of ranks has printed at which step each continues. Skip the first ``begun``
+        of these lines. Return how many steps up to ``step`` are lost, so that they are made again.
         """
         found = job.read(rf"of {ranks} continues at step (\d+)", begun + ranks)[begun:]
         lost = max((step - int(each[1]) for each in found), default=step)

@@ -50,8 +50,8 @@ def train(arguments: argparse.Namespace) -> None:
     images, labels = torch.tensor(pixels / 16, dtype=torch.float32), torch.tensor(digits)
     model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    # With this option, DDP does not change the order in which it adds gradients after the first step.
-    # Otherwise the sums of three ranks would be rounded differently in the steps after a resume.
+    # Without this option, DDP adds gradients in another order from the second step on. After a resume, the
+    # sums of three ranks would then be rounded differently.
     ddp = DistributedDataParallel(model, find_unused_parameters=True)
     step = load(arguments.checkpoint, model, optimizer)
     tell(f"rank {rank} of {dist.get_world_size()} continues at step {step}")
@@ -93,7 +93,7 @@ def load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
 
 
 def save(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
-    """Save a checkpoint. Write it to another file first, so that the checkpoint before is never lost."""
+    """Save a checkpoint. Write it to another file first, so that the previous checkpoint is never lost."""
     new = path.with_suffix(".new")
     torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}, new)
     new.replace(path)

@@ -43,7 +43,7 @@ def test_lightning_saves_the_same_step_on_all_ranks_again_and_again(launch, tmp_
         each.signal(signal.SIGTERM)
     for each in agents:
         each.wait(60)
-    # Each rank has printed one line for each request. In it, the parameters were updated once in each step.
+    # Each rank has printed a line for each request, which shows one update of the parameters in each step.
     saved = Counter(match[1] for match in found)
     assert sum(saved.values()) == REQUESTS * nodes * ranks
     assert set(saved.values()) == {nodes * ranks}

@@ -190,7 +190,7 @@ def test_a_restored_state_that_fails_at_once_is_set_aside_after_two_attempts(job
     arguments = ("--steps", "90", "--every", "7")
     hurt = job("hurt", *arguments, *faults("kill:0:1:40", "raise:1:1:42", "raise:2:1:42"))
     assert hurt.ends() == calm(*arguments)
-    # Look at any rank that has restored its state, because it may fail before the other one has done so.
+    # Look only at the first rank that restores its state. It may fail before the other one restores its own.
     begins = [hurt.training.logged("restored", attempt=attempt)[0].step for attempt in range(4)]
     assert begins[:3] == [0, 39, 41]
     assert begins[3] < 39
@@ -225,7 +225,7 @@ def test_without_enough_memory_the_training_goes_on_unkept(job, calm, limits):
 def test_a_worker_that_writes_random_words_into_its_file_harms_no_training(job, calm, step):
     arguments = ("--steps", "60", "--every", "7")
     hurt = job("hurt", *arguments, *faults(f"scribble:0:1:{step}", f"scribble:1:0:{step + 20}"))
-    # A rank whose file was destroyed has lost its random numbers. If it goes on with others, a line says so.
+    # A rank whose file was destroyed has no random numbers. If it goes on with new ones, a line says so.
     assert hurt.ends() == calm(*arguments) or "draws new random numbers" in hurt.launched.stderr
 
 

@@ -50,7 +50,7 @@ def test_ring_keeps_two_steps_and_grows(files, file):
     assert files.holding(0, 0, 1).small == {5, 6, 7}
     file.ring.drop_after(5)
     assert set(file.ring.records()) == {(5, True)}
-    # No process can make the file smaller, because others that have mapped the file would then be killed.
+    # The kernel lets no process make the file smaller, because that would kill processes that map the file.
     with open(files.places[0].partition(":")[2], "r+b") as other, pytest.raises(PermissionError):
         other.truncate(0)
 

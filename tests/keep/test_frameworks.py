@@ -55,8 +55,8 @@ class Run:
         return first
 
     def lost(self):
-        """Return, for each restart, the number of steps that were done again although they had been begun
-        before. Do not count the newest of these, in which the rank died.
+        """Return, for each restart, the number of steps that were done again. Do not count the step in which
+        the rank died, which was done only in part before.
         """
         steps = {}
         for attempt, event, step, *_ in self.records[0] + self.records[1]:

@@ -278,7 +278,7 @@ def test_ranks_of_several_nodes_never_overwrite_their_last_common_step(count, ev
         act(rank)
     before, dead = model.common(), model.random.choice([None, *model.ranks])
     if dead is None:
-        # No rank has died, as at an exception or a stop. Then each rank still ends its step, learns which
+        # No rank has died, as at an exception or a stop. So each rank still ends its step, learns which
         # copies the other ranks have, and then copies its state.
         while work := [each for each in model.actions() if each[0] != model.send]:
             act, rank = model.random.choice(work)

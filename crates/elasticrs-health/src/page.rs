@@ -4,7 +4,7 @@
 //! server-sent events. The agent's loop renders these texts when the server asks it, once a second while at least one
 //! browser listens to the events, so that the agent has no work for a page that is not open.
 //!
-//! - **PAGE-1** At most [`MAX_VIEWERS`] browsers listen. They do not count as connections in the sense of HEALTH-2.
+//! - **PAGE-1** At most [`MAX_VIEWERS`] browsers listen. The limit of HEALTH-2 is for other connections.
 //! - **PAGE-2** A browser gets an event at most once a second, and only if the text has changed. All browsers get the
 //!   same text, which exists once in memory.
 //! - **PAGE-3** A browser that does not read is disconnected after [`CLIENT_LIMIT`].
@@ -74,12 +74,13 @@ pub(crate) struct Live {
     is_wanted: AtomicBool,
     /// The last text of the page that the agent's loop has rendered, a JSON value in one line. Empty before the first.
     text: Mutex<String>,
-    /// The last event that browsers get, in the format of server-sent events. Empty before the first one.
+    /// The last event that was sent to browsers, in the format of server-sent events. Empty before the first event.
     event: watch::Sender<Arc<str>>,
 }
 
 impl Live {
-    /// Returns true if the agent's loop is to render a text of the page. Returns true only once for each request.
+    /// Returns true if the server has asked the agent's loop for a new text to show on the page. Later calls return
+    /// false until the server asks again.
     pub(crate) fn take_request(&self) -> bool {
         self.is_wanted.swap(false, Ordering::Relaxed)
     }
@@ -119,7 +120,7 @@ impl Live {
 pub(crate) struct Seat(Arc<Shared>);
 
 impl Seat {
-    /// Gives a permission to a browser. Returns `None` if [`MAX_VIEWERS`] browsers listen already.
+    /// Permits a browser to listen to the page's events. Returns `None` if [`MAX_VIEWERS`] browsers listen already.
     pub(crate) fn take(shared: &Arc<Shared>) -> Option<Self> {
         let live = &shared.live;
         if live.viewers() >= MAX_VIEWERS {
@@ -151,7 +152,7 @@ impl Seat {
                     Ok(()) => Arc::clone(&events.borrow_and_update()),
                     Err(_) => return,
                 },
-                // A browser sends nothing after its request, so the connection has ended, or this is no browser.
+                // If a read returns, the client has disconnected, or is no browser: a browser sends only one request.
                 _ = stream.read(&mut ignored) => return,
                 () = sleep(SILENCE) => ":\n\n".into(),
             };

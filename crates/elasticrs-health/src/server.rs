@@ -158,8 +158,8 @@ impl Handle {
         self.shared.orders.reply(number, line, is_last);
     }
 
-    /// Returns true if browsers wait for a text of the page, so that the agent is to call [`Self::tell_page`] before
-    /// its next [`Self::answer`]. Returns true only once for each text.
+    /// Returns true if the server needs a new text for the browsers that show its page. The agent then has to call
+    /// [`Self::tell_page`] before its next [`Self::answer`]. Returns true only once for each such text.
     pub fn wants_page(&self) -> bool {
         self.shared.live.take_request()
     }
@@ -174,7 +174,7 @@ impl Handle {
         self.shared.live.set_text(text);
     }
 
-    /// Returns the status of the job as `/status` shows it, as JSON.
+    /// Returns the status of the job in JSON, as the path `/status` serves it.
     pub fn status(&self) -> String {
         self.shared.status().to_string()
     }
@@ -269,8 +269,9 @@ impl Handle {
                     drop(told);
                 })
             }));
-            // Ignore the result. It is always an error, because nothing is sent: the sender is dropped when the time
-            // is over, or the server's thread hangs.
+            // Wait until the server's thread has sent the last text and dropped the sender `told`. Ignore the result,
+            // which is always an error, because nothing is sent through this channel. The wait has a limit, because
+            // the thread may hang.
             let _ = is_told.recv_timeout(ANSWER_LIMIT);
         }
         drop(runtime);
@@ -357,8 +358,8 @@ pub(crate) trait Stream: AsyncRead + AsyncWrite + AsRawFd + Unpin + 'static {}
 
 impl<S: AsyncRead + AsyncWrite + AsRawFd + Unpin + 'static> Stream for S {}
 
-/// Serves one client. A browser that begins to listen to the events of the page no longer counts as a connection in
-/// the sense of HEALTH-2.
+/// Serves one client. When a browser begins to listen to the events of the page, its connection no longer counts for
+/// the maximum number of connections (HEALTH-2).
 async fn attend(mut stream: impl Stream, shared: Arc<Shared>, caller: Option<Caller>) {
     if let Some(seat) = serve(&mut stream, &shared, caller).await {
         tokio::task::spawn_local(seat.serve(stream));
@@ -367,7 +368,7 @@ async fn attend(mut stream: impl Stream, shared: Arc<Shared>, caller: Option<Cal
 
 /// Serves one request, within the time limits of HEALTH-1. An error affects only this client. `caller` is the process
 /// that has connected to the control socket; `None` over TCP, where a client can only read the state of the job.
-/// If the client is to get the events of the page, sends nothing yet, and returns its permission to listen to them.
+/// If the client asks for the page's events, sends no response, and returns the permission to listen to them.
 async fn serve(stream: &mut impl Stream, shared: &Arc<Shared>, caller: Option<Caller>) -> Option<Seat> {
     let Ok(Ok(received)) = timeout(CLIENT_LIMIT, receive(stream)).await else { return None };
     let (response, head_only) = match (received, caller) {

@@ -23,7 +23,7 @@ from elasticrs import Keep  # keep
 STEPS = 300
 ATTEMPT = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
 ACCIDENTS = json.loads(os.environ.get("ELASTICRS_DEMO_ACCIDENTS", "[]"))
-"""For each attempt that is to fail: rank and step of the failure, and ``killed``, ``raised`` or ``hung``."""
+"""The failure of each attempt that is to fail: its rank, its step, and ``killed``, ``raised`` or ``hung``."""
 RECORDS = os.environ.get("ELASTICRS_DEMO_RECORDS")
 """The file to which the workers append what they have done, in lines that are JSON objects."""
 

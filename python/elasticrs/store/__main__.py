@@ -71,7 +71,7 @@ def _serve(server: Server, stop: socket.socket) -> signal.Signals | None:
     poll.register(server.fd, select.POLLIN)
     while True:
         ready = [fd for fd, _ in poll.poll()]
-        # Write the store's messages first, even if a signal ends the store before the loop has polled once.
+        # Write the store's messages to stderr first, because a signal may end the store at the first poll.
         _say_notices(server)
         if stop.fileno() in ready:
             return signal.Signals(stop.recv(1)[0])
@@ -150,7 +150,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             _say(f"{ended_by.name}: closing (sessions: {server.sessions()})")
         finally:
             server.close()
-            # Write the store's last messages, because it may have failed to save its state when it closed.
+            # Write the last messages to stderr. The store may have failed to save its state when it closed.
             _say_notices(server)
             signal.set_wakeup_fd(-1)
     return 0

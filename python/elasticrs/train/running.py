@@ -38,7 +38,7 @@ _SHOWN = 120
 """Maximum number of characters to show of the error message of an aborted collective."""
 
 MEETING_LIMIT = 5.0
-"""Seconds after which a worker that leaves the job ends if it has not met others to save a checkpoint."""
+"""Maximum seconds for which a leaving worker waits to meet others and save a checkpoint."""
 
 _LEAVE_TICK = 0.25
 _ASKING = (signal.SIGTERM, signal.SIGUSR1)

@@ -136,7 +136,7 @@ def find(tell: Callable[[str], object], wanted: str | None = None) -> list[Agent
     except OSError as error:
         raise Problem(REFUSED, f"{folder}: {error.strerror}") from None
     if f"{wanted}{SUFFIX}" in names:
-        # Do not ask the other agents, because one that is stuck would delay the answer.
+        # Do not ask the other agents, because an agent that is stuck would delay the answer.
         names = [f"{wanted}{SUFFIX}"]
     killed: list[str] = []
     found = [_agent(os.path.join(folder, name), killed) for name in names]
@@ -220,7 +220,7 @@ def _below(pid: int) -> list[int]:
 
 
 def _rank_of(pid: int, agent: int) -> tuple[int, int] | None:
-    """Return the rank and pid of a process that is a worker (it leads a session); otherwise ``None``."""
+    """Return the rank and pid of a process if it is a worker (which leads a session), else ``None``."""
     try:
         with open(f"/proc/{pid}/environ", "rb") as file:
             environ = dict(entry.split(b"=", 1) for entry in file.read().split(b"\0") if b"=" in entry)

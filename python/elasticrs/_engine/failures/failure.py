@@ -1,4 +1,4 @@
-"""A worker's failure: the files that the worker leaves about it, its text, and the root cause of several.
+"""Failures of workers: the files that describe a failure, its text, and the root cause of several failures.
 
 Workers import this module, so imports that are needed only after a failure are in functions.
 
@@ -53,7 +53,7 @@ _PART_OF_STRING = r'(?:[^"\\]+|\\u[0-9a-fA-F]{4}|\\[^u])*'
 _OWN_DATA = b'"elasticrs": {'
 
 OWN_THREAD = "/elasticrs/_engine/inside/flight.py"
-"""Source file in the stack of elasticrs's own thread in a worker. Reports omit the stack of this thread."""
+"""The source file of the thread that elasticrs runs in a worker. Reports omit this thread's stack."""
 
 
 def hang_file(error_file: str) -> str:
@@ -85,7 +85,7 @@ def flight_requests_file(error_file: str) -> str:
 
 
 def flight_dumps(error_file: str) -> str:
-    """Return the path of NCCL's logs of collectives (``TORCH_FR_DUMP_TEMP_FILE``), without the rank."""
+    """Return the path to which NCCL adds a rank to name its logs (``TORCH_FR_DUMP_TEMP_FILE``)."""
     return f"{error_file}.flight_dump_"
 
 
@@ -191,7 +191,7 @@ def load_object(path: str) -> dict[str, Any]:
 
 
 def _parts(beginning: bytes, end: bytes, written: float, size: int) -> dict[str, Any]:
-    """Return what is used of an error file that is larger than :data:`_ERROR_FILE_LIMIT`."""
+    """Return the parts that are used of an error file that is larger than :data:`_ERROR_FILE_LIMIT`."""
     import json
     import re
 

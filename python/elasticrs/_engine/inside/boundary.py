@@ -248,7 +248,7 @@ class _Boundary:
             self.count_with(_ZeroGrads(self, optimizers.Optimizer))
 
     def count_with(self, substitute: _Counter | None) -> None:
-        """From now on, count the calls that ``substitute`` counts; if ``None``, an optimizer's steps."""
+        """Let ``substitute`` count the steps from now on. If it is ``None``, count an optimizer's steps."""
         if self.names_steps:
             return
         if self.substitute is not None:
@@ -349,7 +349,7 @@ class _Boundary:
         self._undo.append(remove)
 
     def miss(self, words: memoryview) -> None:
-        """Tell the agent if this rank was to stop at the start of a step, but has passed that place."""
+        """Tell the agent if this rank was to stop at the start of a step, but has already begun that step."""
         if self._undo:
             self._disarm()
             words[Agreed.MISSED] = self._done
@@ -485,7 +485,7 @@ class _Counter:
             self._look(step)
 
     def _look(self, step: int) -> None:
-        """Measure how long the steps take, and wait here if the agent asks for a step to stop at."""
+        """Measure how long steps take. Wait here if the agent asks after which step all ranks can stop."""
         words = self._words = self._boundary.map_again(self._words, step)
         self._due = self._boundary.measure(words, step)
         if words[_STATE]:

@@ -129,9 +129,9 @@ def checkpoint_is_late(seconds: float, workers: int) -> str:
 
 
 def passed_on(signum: int, sent: Sequence[int], held: Sequence[int], patience: float) -> str:
-    """Report to which local ranks the agent passes a signal on (``sent``), and which ones it would kill,
-    because they have no handler for it (``held``). These get the signal only if they install a handler within
-    ``patience`` seconds.
+    """Report that the agent passes a signal on to the local ranks ``sent``, but not to the local ranks
+    ``held``. The signal would kill the latter, because they have no handler for it. They get the signal only
+    if they install a handler within ``patience`` seconds.
     """
     name = signal_name(signum)
     if not held:
@@ -146,7 +146,7 @@ def agreed(signum: int, step: int | None, why: str, waited: float, paused: float
     """Report that the ranks get a signal at the start of the same training step, after ``step`` steps of the
     optimizer in this attempt. If ``step`` is ``None``, report that they get it at different steps, and why.
     The signal was held back for ``waited`` seconds, while ranks stood still for up to ``paused`` seconds.
-    ``deaf``: local ranks that do not get the signal, because they have no handler for it.
+    The local ranks ``deaf`` do not get the signal, because they have no handler for it.
     """
     if step is None:
         return f"{signal_name(signum)} reaches the ranks at different steps{why and f', because {why}'}"

@@ -52,7 +52,9 @@ _MAX_SERVED = 64
 
 
 class Place(Value):
-    """Place of this node in a round (an attempt of all nodes): round number, group rank, number of nodes."""
+    """Place of this node in a round, an attempt of all nodes to run the job: the number of the round, the
+    group rank of the node, and the number of nodes.
+    """
 
     round: int
     group_rank: int
@@ -102,7 +104,7 @@ class Calls:
         """
         if not self._is_listening:
             self._is_listening = True
-            # Nobody needs other replies. They have tag 0, which the state machine of the rendezvous ignores.
+            # Other replies of the store are not needed. Give them tag 0, which the rendezvous ignores.
             self._send(Watch(tag, self._keys.calls, False))
 
     def lost(self) -> None:
@@ -166,7 +168,7 @@ class Calls:
         return told
 
     def take(self, changes: Sequence[Entry]) -> list[Entry]:
-        """Handle keys in the store that are requests or answers to this agent. Return the other changes."""
+        """Handle changes in the store that are requests or answers to this agent. Return all others."""
         rest = []
         for change in changes:
             if change.key.startswith(self._keys.calls):

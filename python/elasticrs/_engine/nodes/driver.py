@@ -53,13 +53,13 @@ _LISTEN = "listen"
 """Name of the timer for the moment at which this agent begins to watch the requests of other agents."""
 
 _AFTER_START = 0.05
-"""Seconds after a round's start until this agent watches others' requests, so as not to delay the start."""
+"""Seconds from the workers' start until this agent watches other agents' requests, to start them sooner."""
 
 _NAMES = 1 << 62
 """Tag of the request for the nodes' names. The state machine's tags count from 1, so it ignores the reply."""
 
 _CALLS, _CLAIM = _NAMES + 1, _NAMES + 2
-"""Tags of requests to the store: to watch other agents' requests, and to be the only node that is drained."""
+"""Tags of two requests to the store: one to watch other agents' requests, and one to drain this node."""
 
 MOST_NAMES = 10 * MEMBERS_PER_TXN
 """Maximum number of nodes whose names an agent reads from the store. If all agents are asked for their

@@ -160,7 +160,7 @@ class AgentPage:
 
 
 class CheckpointRequests:
-    """Checkpoint requests to the workers of an agent. After one, ``fd`` is readable, and wakes its loop."""
+    """An agent's checkpoint requests to its workers. Each one makes ``fd`` readable, to wake the agent."""
 
     def __init__(self, workers: int, say: Callable[[str], None]) -> None:
         self.page = AgentPage(workers)
@@ -185,7 +185,7 @@ class CheckpointRequests:
             os.eventfd_write(self.fd, 1)
 
     def take(self) -> None:
-        """Make ``fd`` unreadable. No request is lost, because memory that workers share counts them."""
+        """Make ``fd`` unreadable. No request is lost, because a counter in shared memory has them all."""
         with suppress(BlockingIOError):
             os.eventfd_read(self.fd)
 

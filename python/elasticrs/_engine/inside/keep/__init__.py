@@ -15,9 +15,8 @@ def keep_own() -> None:
 
 
 def keep_before_stop() -> None:
-    """Copy the training state of this process, if it uses ``Keep`` and cannot copy its state later, when the
-    agent orders that. Call this between two steps, where a copy is possible, just before the process is
-    stopped.
+    """Copy the training state of this process, which is about to be stopped. Do so only if it uses ``Keep``,
+    and could not copy its state later, when the agent orders a copy. Call this between two steps.
     """
     keeper = sys.modules.get("elasticrs._engine.inside.keep.keeper")
     if keeper is not None:

@@ -47,7 +47,7 @@ _CHANGE_PATIENCE = 0.1
 """Seconds for which such a copy waits for the optimizer to begin, if the backward pass has ended."""
 
 _SETTLING = 0.3
-"""Maximum seconds for which a copy that the agent has ordered waits to learn what other nodes have copied."""
+"""Maximum seconds to wait for news of what other nodes have copied, before a copy that the agent ordered."""
 
 _LIMIT = 300.0
 """Seconds after which the training no longer waits for a copy of its state, and no more copies are made."""
@@ -479,8 +479,8 @@ class Copier:
         return [each for each, slot in enumerate(self._file.slots) if slot.complete_step not in protected]
 
     def _would_lose_common_step(self) -> bool:
-        """Return true if a new copy could overwrite this rank's copy of the newest step of which all ranks
-        have one.
+        """Return true if a new copy could overwrite this rank's copy of the newest step that all ranks have
+        copied.
 
         This matters if each rank has only a part of the state. If another rank has not copied the newest step
         that this rank has copied, all ranks can restore only an older step, whose copy would be overwritten.

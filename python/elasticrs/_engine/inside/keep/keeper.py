@@ -141,7 +141,7 @@ def keep_own() -> None:
 
 def keep_before_stop() -> None:
     """Copy the training state of this process, because the process is about to be stopped between two steps.
-    Do so only if the state could not be copied later, when the agent orders that.
+    Do so only if the state could not be copied later, when the agent orders a copy.
     """
     if _active is not None:
         _active.keep_before_stop()
@@ -629,8 +629,8 @@ class Keeper:
     @_guarded
     def keep_before_stop(self) -> None:
         """Copy the state at the end of the last step, because this process is about to be stopped between two
-        steps. Do so only if the state cannot be copied later, when the agent orders that, because it may
-        change outside of torch's optimizers or is on a GPU. Wait until the copy is complete.
+        steps. Do so only if the agent could not order a copy later: the state is on a GPU, or may change
+        outside of torch's optimizers. Wait until the copy is complete.
         """
         if self._copier.is_blind and self._boundary is not None and not self._has_changed:
             self._copier.end_step(self._boundary, is_due=True, is_check=False)

@@ -133,7 +133,7 @@ class Agreed:
     READY_AT = 78
     """Time (nanoseconds of the monotonic clock) at which this rank began to wait for the agent's signal."""
     PAUSED = 79
-    """Nanoseconds that this rank has waited at ends of steps for the agents' choice of an agreed step."""
+    """Nanoseconds that this rank has waited at ends of steps until the agents chose a step to stop at."""
     END = 80
 
 
@@ -244,10 +244,11 @@ def record_size(capacity: int) -> int:
 
 
 def records(read: Callable[[int, int], bytes], capacity: int) -> Iterator[tuple[int, bool, int, int, int]]:
-    """Find a rank's records (of its random numbers and the like) in the ring, a region of its file in which
-    new records overwrite old ones. The ring has ``capacity`` bytes, and ``read(offset, length)`` returns some
-    of them. For each record, yield its step, ``is_end`` (see :func:`record_number`), the offset and length of
-    its content, and its CRC-32. If the content has another CRC-32, the record was not completely written.
+    """Find the records of a rank's random numbers and the like. They are in the ring, a region of
+    ``capacity`` bytes in the rank's file, where new records overwrite old ones. ``read(offset, length)``
+    reads from this region. For each record, yield its step, ``is_end`` (see :func:`record_number`), the
+    offset and length of its content, and its CRC-32. If the content has another CRC-32, the record is
+    incomplete.
     """
     room = record_size(capacity) - RECORD_HEAD
     for number in range(RECORDS if room > 0 else 0):

@@ -253,8 +253,8 @@ class _Loaders:
     def state_dict(self) -> dict[str, Any]:
         waiting = self._loop._combined_loader_states_to_load
         if self._loop.restarting and waiting:
-            # Return the restored states if Lightning has not loaded them yet. It does so only when the
-            # training begins, and the process may end before that.
+            # Lightning loads the restored states when the training begins. If the process ends before that,
+            # the copy of its state must still contain them.
             return {"loaders": waiting}
         loader = self._loop._combined_loader
         return {"loaders": [] if loader is None else loader._state_dicts()}

@@ -132,7 +132,7 @@ class Peers:
             self.partner = Partner(agreement.plan, nodes, file, store, self._closed, say)
         self._generations = schedule.begin_generations(agreement.plan["step"], self.partner is not None)
         self._downloads = self._failed_in_all = 0
-        """Two numbers: generations (copies of one step) with downloads, and failed downloads of all ranks."""
+        """How many times the ranks have downloaded copies, and how many of all downloads have failed."""
         self._longest_delay = _LONGEST_DELAY * max(1, self._world / 500)
         self._notice = 2 * self._longest_delay
         self._is_running = self._has_published = False
@@ -179,7 +179,9 @@ class Peers:
             self._has_ended.set()
 
     def _announce(self, number: int, *, is_whole: bool) -> bool:
-        """Agree with all ranks on the next step to copy. Rank 0 chooses it. Return false if there is none."""
+        """Agree with all ranks on the next step to copy. Rank 0 chooses it. Return false if no further step
+        is to be copied.
+        """
         if self._rank == 0:
             for _ in self._looks():
                 if self._schedule.knows_pace():
@@ -234,8 +236,8 @@ class Peers:
         return None
 
     def _are_downloaded(self, number: int, step: int | None, senders: Sequence[int]) -> bool:
-        """Download the copy of ``step`` that a rank of another node has made, if this node needs it. Wait
-        until all ranks have done the same with theirs. Return true if no download has failed.
+        """Download the copy of ``step`` that a rank of another node has made, if this node needs it. Then
+        wait until all ranks have completed their downloads. Return true if no download has failed.
         """
         assert self.partner is not None
         if step is not None and self.partner.rank in senders:
@@ -298,7 +300,7 @@ class Partner:
     ) -> None:
         self._own, self._store, self._closed, self._say = own, store, closed, say
         self._memory: int = plan["memory"]
-        # Abort slower downloads, because other nodes wait for them. --keep-bandwidth can lower this rate.
+        # Abort slower downloads, for which other nodes would wait. A low --keep-bandwidth allows lower rates.
         self._least_rate = min(MIN_RATE, plan["bandwidth"] / 2) if plan["bandwidth"] else MIN_RATE
         self._world, self._local_rank = int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_RANK"])
         self._theirs = KeepFile(plan["partner_files"][self._local_rank])

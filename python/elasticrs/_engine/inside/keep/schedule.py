@@ -37,7 +37,7 @@ _PAUSE = 0.01
 """Seconds between two looks into the other ranks' files, to see whether these ranks have restored a step."""
 
 _EQUAL = 2
-"""Number of steps in a row of which all ranks must have equal copies to count as having the same state."""
+"""All ranks count as having the same state after they had equal copies of this number of steps in a row."""
 
 _REPLICATED_NS = 60_000_000_000
 """Minimum nanoseconds between two periodic copies if all ranks have the same state. Few are needed then,
@@ -85,9 +85,9 @@ class Generations:
                 self._finish(step)
 
     def end_step(self, step: int) -> None:
-        """Note that this rank has ended a step. If it is the second one after this rank's newest copy, all
-        ranks have completed their copies of the same step, because a rank changes its state in the first step
-        only when its own copy is complete, and in the second step only when all ranks have ended the first.
+        """Note that this rank has ended a step. After the second step since this rank's newest copy, all
+        ranks have completed their copies. For a rank ends the first step only when its own copy is complete,
+        and the second one only when all ranks have ended the first.
         """
         with self._changed:
             self._ended = step
@@ -101,8 +101,8 @@ class Generations:
             self._changed.notify_all()
 
     def is_due(self, before: int, step: int) -> bool:
-        """Return whether to copy the state at the end of ``step``, because rank 0 has announced a copy of
-        this step, or of one that the program has skipped since the step ``before``.
+        """Return whether to copy the state at the end of ``step``. That is so if rank 0 has announced a copy
+        of a step after ``before``, up to this one: programs may skip steps.
         """
         is_due = self._announced is not None and before < self._announced <= step
         if is_due and self._announced is not None:
@@ -110,8 +110,8 @@ class Generations:
         return is_due
 
     def begin_copy(self, step: int, number: int) -> None:
-        """Note that this rank is about to copy its state at the end of ``step``. The copy belongs to the
-        generation with this number, which is larger than the numbers of earlier generations.
+        """Note that this rank is about to copy its state at the end of ``step``. ``number`` is the number of
+        the generation (the copies of all ranks of one step), and is larger than that of any earlier one.
         """
         with self._changed:
             self._copied, self._number, self._steps_since = step, number, 0
@@ -135,15 +135,16 @@ class Generations:
         self._changed.notify_all()
 
     def wait(self, seen: int | None) -> tuple[int, int | None]:
-        """Wait until this rank has made its copy for a generation after number ``seen``, or has failed to do
-        so. Return that generation's number, and the step of the copy; ``None`` instead if it has failed.
+        """Wait until this rank has made a copy after the generation ``seen`` (the copies of all ranks of one
+        step), or has failed to. Return the number of the new generation, and the step of the copy. The step
+        is ``None`` if the copy has failed.
         """
         with self._changed:
             self._changed.wait_for(lambda: self._finished != seen or self.is_closed)
             return self._finished, None if self.is_closed else self._copied
 
     def is_newest(self, number: int) -> bool:
-        """Return true if this rank has made no copy for a later generation than the one with this number."""
+        """Return true if this rank has made no copy since the one for the generation with this number."""
         return self._finished == number
 
     def settle(self, step: int | None, *, is_secured: bool) -> None:
@@ -154,9 +155,8 @@ class Generations:
                 self._changed.notify_all()
 
     def await_settled(self, limit: float, *, have_all_ended: bool) -> None:
-        """Wait until it is known whether the newest generation is secured, but at most ``limit`` seconds.
-        ``have_all_ended`` is true if all ranks have ended a step after their copies for this generation, and
-        so have completed these copies.
+        """Wait at most ``limit`` seconds until it is known whether all ranks can restore their newest copies.
+        ``have_all_ended`` is true if all ranks have ended another step, and so have completed these copies.
         """
         with self._changed:
             if have_all_ended:

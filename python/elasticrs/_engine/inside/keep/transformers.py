@@ -385,7 +385,8 @@ class _Losses:
 
     def state_dict(self) -> dict[str, Any]:
         trainer = self._trainer
-        # Return the restored state as long as the training has not begun, because the process may end before.
+        # As long as the training has not begun, return the restored state. If the process ends before the
+        # training begins, the copy of its state must still contain the restored one.
         if self._loaded or not hasattr(trainer, "_tr_loss"):
             return self._loaded
         total, coming = trainer._tr_loss, self.coming

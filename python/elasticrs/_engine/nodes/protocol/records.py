@@ -112,7 +112,7 @@ class Keys:
 
     @property
     def calls(self) -> str:
-        """Prefix of the keys for agents' requests (:mod:`.calls`), apart from the keys that leaders watch."""
+        """Prefix of the keys for agents' requests (:mod:`.calls`). Leaders do not watch these keys."""
         return f"{self.prefix[:-1]}%calls/"
 
     @property
@@ -120,7 +120,7 @@ class Keys:
         return f"{self.prefix[:-1]}%answers/"
 
     def leaving(self, round: int) -> str:  # noqa: A002 -- the field's own word
-        """Return the key of the one node that a user drains in this round, so that a second is refused."""
+        """Return the key that names the node that a user drains in this round. Only one node can set it."""
         return f"{self.prefix[:-1]}%leaving/{round}"
 
     def rank(self, node_rank: int) -> str:

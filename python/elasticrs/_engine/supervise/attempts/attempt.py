@@ -366,12 +366,13 @@ _ADVICE = (
     "raise the memory limit of its control group, or use smaller batches or fewer data loader workers",
     "the machine was out of memory: use smaller batches or fewer data loader workers",
 )
-"""Advice to the user: first if a cgroup's limit was exceeded, second if the machine ran out of memory."""
+"""Advice to a user whose job exceeded a cgroup's limit, and to one whose machine ran out of memory."""
 
 
 def memory_counters(cgroups: str, mountinfo: str) -> list[str]:
-    """Return the paths of the files, some of which may not exist, that count OOM kills in the memory cgroups
-    of a process. Texts: its ``/proc/PID/cgroup``, and ``/proc/self/mountinfo`` of this process.
+    """Return the paths of the files in which the kernel counts OOM kills for a process's memory cgroups. Some
+    of the files may not exist. ``cgroups`` is the text of the process's file ``/proc/PID/cgroup``, and
+    ``mountinfo`` is the text of ``/proc/self/mountinfo``.
     """
     counters = []
     for line in cgroups.splitlines():
@@ -425,7 +426,9 @@ def parse_oom_kill(text: str) -> int | None:
 
 
 def oom_kills(pids: Iterable[int] = ()) -> dict[str, int]:
-    """Return the OOM kills in the cgroups of this process and of ``pids``, by path of the kernel's file."""
+    """Return the numbers of OOM kills on this machine, and in the memory cgroups of this process and of
+    ``pids``. The keys are the paths of the files from which the numbers were read.
+    """
     mountinfo = file_text("/proc/self/mountinfo")
     paths = {VMSTAT: None}
     known = set()
@@ -467,7 +470,7 @@ def oom_rise(before: Mapping[str, int], after: Mapping[str, int]) -> tuple[str, 
 def probably_oom(
     exitcode: int | None, sent_signal: int | None, before: Mapping[str, int], after: Mapping[str, int]
 ) -> bool:
-    """Return true if the OOM killer probably killed a worker, or its shell's command (exit code 137)."""
+    """Return true if the OOM killer probably killed a worker, or a command of its shell (exit code 137)."""
     killed = exitcode in {-signal.SIGKILL, 128 + signal.SIGKILL}
     return killed and sent_signal != signal.SIGKILL and oom_rise(before, after) is not None
 

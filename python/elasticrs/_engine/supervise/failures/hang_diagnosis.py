@@ -239,14 +239,14 @@ def where_running(attempt: Attempt, seconds: float) -> RunningRanks:
 
 
 def told_stacks(nodes: Sequence[RunningRanks], world_size: int) -> dict[str, Any]:
-    """Return the answer to ``elasticctl`` about what the ranks of these nodes are doing: the stacks of their
-    main threads (``stacks``; ranks with equal stacks share one, whose innermost frame comes first), the ranks
-    that have not told their stack (``silent``), and which ranks wait for which (``message``).
+    """Return the answer to ``elasticctl`` about what the ranks of these nodes are doing. ``stacks`` has the
+    stacks of their main threads, from the innermost frame on; ranks with equal stacks share one. ``silent``
+    has the ranks that have not told their stack. ``message`` tells which ranks wait for which.
     """
     facts = [each for node in nodes for each in node.facts]
     diagnosis = telling(facts) if len(facts) == world_size else None
     if diagnosis is not None and NoRecord.OUTDATED in diagnosis.no_record.values():
-        # A rank has completed collectives since another one answered, so no rank waits: the job goes on.
+        # Some ranks have completed collectives after others had answered. So the job goes on: no rank hangs.
         diagnosis = None
     stacks = merge({each.rank: each.frames for each in facts})
     return {
@@ -384,7 +384,7 @@ def _age(path: str, other: str) -> int | None:
 
 
 def _with_record(found: RankEvidence, path: str, error_file: str) -> RankEvidence:
-    """Add what the worker has written to ``path``: torch's log of collectives, process groups, stack."""
+    """Read torch's log of collectives, process groups and stack, as the worker wrote them to ``path``."""
     document = _content(path, MAX_BYTES)
     if document is None:
         has_thread = os.path.lexists(flight_requests_file(error_file))

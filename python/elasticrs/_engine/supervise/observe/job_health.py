@@ -134,7 +134,7 @@ class HealthObserver(Observer):
             # Ask for the nodes' names only for a status request, because with many nodes the answer is large.
             self._result.node_names(asks=True)
             if self._native.viewers:
-                # The page also shows ranks of other nodes. A later text of it has their agents' answers.
+                # The page also shows ranks of other nodes. Ask their agents now, and show the answers later.
                 self._result.ask_others()
         # Publish the status again: failures of other nodes and time without progress cause no event here.
         self._is_stale |= self._job.is_multi_node or self._no_progress is not None
@@ -398,8 +398,8 @@ class HealthObserver(Observer):
 
 
 def workers_of(attempt: Attempt, progress: Mapping[int, dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return, for each worker of this node, the fields that the job's status has about it. ``progress``: the
-    workers' last training steps, by local rank, as :func:`progress_of` returns them.
+    """Return, for each worker of this node, the fields that the job's status has about it. ``progress`` has
+    the workers' last training steps by local rank, as :func:`progress_of` returns them.
     """
     shown = []
     ranks = attempt.shown_ranks()

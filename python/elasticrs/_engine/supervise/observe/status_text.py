@@ -145,7 +145,7 @@ def remarks(status: Mapping[str, Any]) -> list[str]:
 
 
 def _weighed_remarks(status: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return the lines of :func:`remarks`, each after how serious it is: ``bad``, ``warn`` or ``note``."""
+    """Return pairs: how serious a remark is (``bad``, ``warn`` or ``note``), and its text for the user."""
     found = []
     agent = status["agent"]
     if not agent["alive"]:
@@ -206,9 +206,9 @@ def _looks(status: Mapping[str, Any], workers: Sequence[Mapping[str, Any]]) -> l
 
 
 def _most_steps(workers: Sequence[Mapping[str, Any]]) -> dict[tuple[bool, float], int]:
-    """Return the most steps that any rank had made at the time of each node's answer. Newer answers do not
-    count for that, because the ranks have gone on since the older answer, and would seem to be behind. Keys:
-    whether steps are counted from 0 after each restart, and the age of the answer.
+    """Return, for the time of each node's answer, the largest number of steps that any rank had made by then.
+    Numbers in newer answers are left out, because they include steps that were made later. Each key is a
+    pair: whether steps are counted from 0 after each restart, and the age of the answer in seconds.
     """
     told: dict[tuple[bool, float], int] = {}
     for worker in workers:
@@ -223,7 +223,7 @@ def _most_steps(workers: Sequence[Mapping[str, Any]]) -> dict[tuple[bool, float]
 
 
 def _odd_ranks(status: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return lines about ranks that do not run or are steps behind, each after how serious that is."""
+    """Return pairs about ranks that do not run or are steps behind: how serious that is, and a line."""
     workers = all_workers(status)
     by_look: dict[tuple[str, str], list[int]] = {}
     for worker, look in zip(workers, _looks(status, workers), strict=True):
@@ -303,9 +303,9 @@ _STATE_WEIGHTS = {
 
 
 def page(status: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the texts on the health check server's page: those that ``elasticctl status --watch`` prints,
-    but not yet put into lines of a terminal. In a job with many ranks, ``rows`` has only the ranks with a
-    problem, and ``grid`` has for each node its name, its ranks, and the letter of each rank's state.
+    """Return the texts on the health check server's page. ``elasticctl status --watch`` prints the same ones,
+    put together into lines. In a job with many ranks, ``rows`` has only the ranks with a problem, and
+    ``grid`` has for each node its name, its ranks, and the letter of each rank's state.
     """
     if "job" not in status:
         return {"title": "elasticrs", "sentence": "this process has told nothing about a job yet"}

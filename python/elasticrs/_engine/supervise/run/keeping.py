@@ -50,7 +50,7 @@ class Keeping:
         self._parent = os.path.abspath(job.keep_save) if job.keep_save else None
         self._access: FileAccess | None = None
         self._claim: tuple[str, str, int] | None = None
-        """Folder of ``--keep-save``, name of this job, and descriptor of the file that marks it as in use."""
+        """Folder of ``--keep-save``, name of this job, and descriptor of the file that marks the folder."""
         if self._parent and self._off:
             self._parent = None
             say(f"keep: nothing is saved, because {self._off}")
@@ -246,7 +246,7 @@ class Keeping:
             except BlockingIOError:
                 raise
             except OSError:
-                return newest(folder)  # The folder cannot be written, so no job saves in it. But read it.
+                return newest(folder)  # A folder that cannot be written is only read.
             return newest(folder)
 
         self._access = self._access or FileAccess(
@@ -368,9 +368,9 @@ def _readable(
 def _own(
     choice: Choice, rank: int, holdings: Mapping[int, Holding], files: KeepFiles, saved: Saved | None
 ) -> dict[str, PlanValue]:
-    """Return the part of the plan (in which the agent tells a worker what to restore) that is different for
-    each rank: the file and slot (region) with the parameters and optimizer state that the rank restores
-    (``large``), and the slot of its own file with its copy of the step, if it has one (``own``).
+    """Return the part of the plan (in which the agent tells a worker what to restore) that differs between
+    ranks. ``large`` tells the file and slot (region) with the parameters and optimizer state that the rank
+    restores. ``own`` tells the slot with the rank's own copy of the step, if it has one.
     """
     if choice.step is None:
         return {"large": None, "own": None}

@@ -158,7 +158,7 @@ class Orders:
         self._try(partial(action, order, answer), answer)
 
     def _try(self, act: Callable[[], None], answer: Answer) -> None:
-        """Call ``act``, which carries out an order. If it refuses, tell the console and ``elasticctl``."""
+        """Call ``act`` to carry out an order. If it refuses, tell the console and ``elasticctl`` why."""
         try:
             act()
         except Refused as reason:
@@ -173,7 +173,7 @@ class Orders:
         self, order: dict[str, Any], what: str, limit: float, take: Take, ranks: Sequence[int] | None = None
     ) -> None:
         """Ask the agents of other nodes to do ``what``, their part of an order of ``elasticctl``. Then call
-        ``take`` with their answers. ``ranks``: group ranks of the nodes to ask; by default, of all others.
+        ``take`` with their answers. ``ranks`` are the group ranks of these nodes, by default of all others.
         """
         calls = self._decisions.calls
         if calls is None:
@@ -444,7 +444,9 @@ class _Joined:
         self.add(*answers.values())
 
     def add(self, *parts: Mapping[str, Any]) -> None:
-        """Add this node's answer, or those of all other nodes. When both are there, answer ``elasticctl``."""
+        """Collect the answer of this node, or the answers of all other nodes. The second call has the rest of
+        the answers, so it sends the joined answer to ``elasticctl``.
+        """
         self._parts += parts
         self._left -= 1
         if not self._left:
@@ -458,8 +460,8 @@ def _is_delivery(fields: Mapping[str, Any]) -> bool:
 
 
 def joined(parts: Sequence[Mapping[str, Any]], nodes: int) -> dict[str, Any]:
-    """Return the answer to ``elasticctl`` about a signal that all agents have sent to their ranks. ``parts``:
-    the answers of the agents, as :func:`delivery` returns them. ``nodes``: number of nodes that were asked.
+    """Return the answer to ``elasticctl`` about a signal that all agents have sent to their ranks. ``parts``
+    are the agents' answers, as :func:`delivery` returns them. ``nodes`` tells how many nodes were asked.
     """
     sent = [each for each in parts if _is_delivery(each)]
     ranks = sum(each["ranks"] for each in sent)
@@ -495,7 +497,7 @@ def _tell_delivery(answer: Answer, ranks: int, sent: Delivery) -> None:
 
 
 def delivery(ranks: int, sent: Delivery) -> dict[str, Any]:
-    """Return the answer to ``elasticctl`` about a signal: to how many ranks, and how it was sent."""
+    """Return the answer to ``elasticctl`` that tells to how many ranks a signal was sent, and how."""
     to = f"{phrases.signal_name(sent.signum)} sent to {ranks} rank{'s' if ranks != 1 else ''}"
     code = NOT_AGREED if sent.why else DONE
     if sent.step is not None:

@@ -238,7 +238,7 @@ class Warming:
         self._files = FileAccess(self._tell_slow_files, _PATIENCE)
 
     def ended(self, event: Warmed) -> None:
-        """Handle the event that a nursery has ended its imports, or has exited."""
+        """Handle the event that the nursery (which forks workers) has ended its imports, or has exited."""
         told = os.pread(self.report, os.fstat(self.report).st_size - self._read, self._read)
         self._read += len(told)
         self.found = found = read(told)
@@ -267,7 +267,7 @@ class Warming:
         self._say(f"warm: workers start cold: {why}")
 
     def may_fork(self, supervisor: Supervisor) -> bool:
-        """Return true if workers may be forked. If imported files have changed, start a new nursery."""
+        """Return true if workers may be forked. If imported files have changed, import them again."""
         if self._never_again is not None:
             self.is_warm, self.why_cold = False, self._never_again
             return False
