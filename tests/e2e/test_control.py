@@ -339,23 +339,30 @@ def on_nodes(launch, worker_script, sockets, nnodes, count):
     return agents
 
 
+def rank_of(sockets, agent):
+    return str(status_of(sockets, agent)["group"]["rank"])
+
+
 def test_drain_leaves_the_other_nodes_running_and_never_goes_below_the_minimum(
     launch, worker_script, sockets, asked
 ):
     agents, own = on_nodes(launch, worker_script, sockets, "2:3", 3), os.uname().nodename
     code, text = asked("drain", "elsewhere", f"--job={agents[0].pid}")
     assert (code, own in text) == (2, True)
+    code, text = asked("drain", own, f"--job={agents[0].pid}")
+    assert (code, f"3 nodes are named {own}: choose a group rank" in text) == (2, True)
     for drained in agents:
-        code, text = asked("drain", own, f"--job={drained.pid}")
+        code, text = asked("drain", rank_of(sockets, drained), f"--job={drained.pid}")
         if code == 0:
             break
         # This agent may host the store in which the nodes meet, and may not leave then.
         assert (code, "hosts the store" in text) == (5, True)
+    assert ": this node has left the job, and its agent has ended" in text
     assert drained.wait() == 1
     left = [agent for agent in agents if agent is not drained]
     wait_until(lambda: {sizes(sockets, agent) for agent in left}, ({("HEALTHY", 2)}).__eq__)
     for agent in left:
-        code, text = asked("drain", own, f"--job={agent.pid}")
+        code, text = asked("drain", rank_of(sockets, agent), f"--job={agent.pid}")
         assert (code, "needs 2 (--nnodes)" in text or "hosts" in text) == (5, True)
     assert asked("stop", f"--job={left[0].pid}")[0] == 0
     assert [agent.wait() for agent in left] == [1, 1]

@@ -8,7 +8,9 @@ import signal
 from pathlib import Path
 
 import pytest
+from helpers import ports
 from helpers.http_client import get, get_json, port_of
+from helpers.nodes import meeting
 from helpers.procs import reap_adopted, wait_until
 from helpers.schema import schemas
 
@@ -273,6 +275,22 @@ def test_a_failed_job_of_several_nodes_says_which_step_is_gone(launch, worker_sc
     assert "has ended with the job" not in job.stderr
 
 
+def test_a_node_that_leaves_does_not_tell_the_end_of_the_job(launch, worker_script):
+    port = ports.free()
+    body = '    join(ended=7); keep(0, 6); keep(1, 7); os.write(1, b"KEPT\\n"); signal.pause()\n'
+    script = worker_script(KEEPS + body)
+    agents = [launch(*meeting("2", port), script) for _ in range(2)]
+    for agent in agents:
+        agent.wait_for_line("KEPT")
+    stays, leaves = sorted(agents, key=lambda agent: not ports.listens(agent.pid, port))
+    leaves.signal(signal.SIGTERM)
+    assert leaves.wait() == 1
+    gone = "keep: the copy of step 7 in the memory of this node"
+    assert f"{gone} is deleted, because the node leaves the job; the other nodes keep theirs" in leaves.stderr
+    stays.signal(signal.SIGTERM)
+    assert stays.wait() == 1
+
+
 SAVED = """
     if len(sys.argv) > 1:
         join(ended=12, CHECK_STEP=3, CHECK_DIGEST=int(sys.argv[2]) + rank * int(sys.argv[3]))
@@ -397,7 +415,11 @@ def test_job_whose_state_cannot_be_saved_ends_as_usual(saving, launch, worker_sc
     (tmp_path / "file").write_text("")
     job = saving("fail", f"--keep-save={tmp_path / 'file' / 'below'}", "--exit-codes=worker")
     assert job.wait() == 9
-    assert "step 12 is not saved in" in job.stderr
+    early, is_told, late = job.stderr.partition("step 12 is not saved in")
+    assert is_told
+    assert f"keep: --keep-save cannot save anything: {tmp_path / 'file' / 'below'} cannot be written" in early
+    assert "has ended with the job" in late
+    assert "with --keep-save FOLDER" not in job.stderr
     job = launch(f"--keep-save={tmp_path / 'unused'}", worker_script("raise SystemExit(9)"))
     job.exits(1)
     assert f"nothing is saved in {tmp_path / 'unused'}: no worker has kept its state" in job.stderr

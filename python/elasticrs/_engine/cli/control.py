@@ -181,12 +181,12 @@ def _drain(options: argparse.Namespace) -> int:
     order = {"do": "drain", "node": options.node, "stay_out": options.stay_out}
     group = status["group"] or {}
     if options.node in (status["host"], str(group.get("rank"))):
-        return _end(options, agent, order)
+        return _end(options, agent, order, ": this node has left the job, and its agent has ended")
     return _meet_again(options, agent, status, order)
 
 
-def _end(options: argparse.Namespace, agent: Agent, order: dict[str, Any]) -> int:
-    """Send an order after which the agent ends, such as ``stop``. Then wait for the agent's end."""
+def _end(options: argparse.Namespace, agent: Agent, order: dict[str, Any], told: str = " has ended") -> int:
+    """Send an order after which the agent ends, such as ``stop``. Wait for the agent's end, and tell it."""
     with _agent_end(agent) as end:
         try:
             code = _obey(agent, order, _SIGNAL_LIMIT)
@@ -197,7 +197,7 @@ def _end(options: argparse.Namespace, agent: Agent, order: dict[str, Any]) -> in
             code = DONE
         if code in (DONE, NOT_AGREED) and not options.no_wait:
             select.select([end], [], [])
-            _print([f"{agent.title} has ended"])
+            _print([f"{agent.title}{told}"])
         return code
 
 

@@ -169,6 +169,12 @@ def signal_dropped(signum: int, local_ranks: Sequence[int], when: str) -> str:
     return f"{signal_name(signum)} was dropped for {who}: no handler was installed {when}"
 
 
+def gone_with_the_job(*, has_folder: bool) -> str:
+    """Tell that kept training state is lost. ``has_folder``: true if the job has the option --keep-save."""
+    advice = "" if has_folder else " (with --keep-save FOLDER, the next job can go on from it)"
+    return f"has ended with the job{advice}"
+
+
 def stop_line(asked: int | None, signum: int, grace: float, *, have_exited: bool = False) -> str:
     """Report that signal ``asked`` stops the job, and that ``signum`` goes to the workers, if any are left.
     The workers are killed after ``grace`` seconds. After a second request to stop, the two signals differ.

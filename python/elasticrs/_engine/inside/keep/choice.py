@@ -156,6 +156,7 @@ class Choice(Value):
         is_replicated: true if all ranks have the same state, so that any rank's copy serves all of them.
         why: why no step, or no newer one, can be restored. Empty if no step is lost or no rank uses ``Keep``.
         folder: folder on a disk in which this step is saved; empty if it is in memory only.
+        has_folder: true if the job has the option ``--keep-save``, also if nothing could be saved there.
     """
 
     step: int | None = None
@@ -169,6 +170,7 @@ class Choice(Value):
     is_replicated: bool = False
     why: str = ""
     folder: str = ""
+    has_folder: bool = False
 
     def facts(self) -> dict[str, Any]:
         """Return those fields of this choice that the agent writes into the plan for its workers."""
@@ -225,9 +227,8 @@ class Choice(Value):
         """Describe this choice in the report of a job that has failed."""
         if self.step is None:
             return f"no state is kept{self._reason}"
-        where = f"is saved in {self.folder}"
-        if not self.folder:
-            where = "has ended with the job (with --keep-save FOLDER, the next job can go on from it)"
+        gone = phrases.gone_with_the_job(has_folder=self.has_folder)
+        where = f"is saved in {self.folder}" if self.folder else gone
         return f"the kept state ({self._described()}) {where}"
 
     @property

@@ -46,6 +46,7 @@ class Decisions(ABC):
             nodes) use. It may block. ``None`` if there is no such store.
         failed_elsewhere: true if this node's workers were stopped because workers on another node failed.
         can_end_job: true if a request to stop can also end the job on the other nodes.
+        leaves: true if this node was asked to leave the job, which other nodes can continue.
         serve: function that carries out requests of other nodes' agents. It is set before :meth:`open`.
     """
 
@@ -60,6 +61,7 @@ class Decisions(ABC):
     failed_elsewhere = False
     round_store: Callable[[], Store] | None = None
     can_end_job = True
+    leaves = False
     serve: Serve | None = None
     _supervisor: _core.Supervisor
     _call: BackgroundCall | None = None

@@ -220,7 +220,7 @@ class SeveralNodes(Decisions):
             what = "this node hosts the rendezvous store, so the job ends"
             reason = f"{name} to node {node_name()}, which hosts the rendezvous store"
         else:
-            what, ends_the_job = "this node leaves the job", False
+            what, ends_the_job, self.leaves = "this node leaves the job", False, True
         if self._group_exists:
             what += f"; {name} to the workers, SIGKILL in {self._job.shutdown_timeout:g} s{phrases.AGAIN}"
         self._console.say(f"{name} received: {what}")

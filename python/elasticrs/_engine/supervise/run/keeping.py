@@ -51,6 +51,7 @@ class Keeping:
         self._access: FileAccess | None = None
         self._claim: tuple[str, str, int] | None = None
         """Folder of ``--keep-save``, name of this job, and descriptor of the file that marks the folder."""
+        self._has_warned = False
         if self._parent and self._off:
             self._parent = None
             say(f"keep: nothing is saved, because {self._off}")
@@ -217,14 +218,17 @@ class Keeping:
             self._choose(holdings, self._world)
         return self._choice
 
-    def say_what_is_gone(self) -> None:
-        """At the end of the job, tell the user of which step this node had copies in memory, which are now
-        lost. Do nothing if there are none.
+    def say_what_is_gone(self, *, leaves: bool) -> None:
+        """When this agent ends, tell the user of which step it had copies in memory, which are now lost. Do
+        nothing if there are none. ``leaves``: true if this node leaves a job that other nodes can continue.
         """
         kept = None if self.files is None else self.files.standing()
         if kept is not None and kept["step"] is not None:
-            gone = f"keep: the copy of step {kept['step']} in the memory of this node has ended with the job"
-            self._say(f"{gone} (with --keep-save FOLDER, the next job can go on from it)")
+            gone = f"keep: the copy of step {kept['step']} in the memory of this node"
+            if leaves:
+                self._say(f"{gone} is deleted, because the node leaves the job; the other nodes keep theirs")
+            else:
+                self._say(f"{gone} {phrases.gone_with_the_job(has_folder=bool(self._job.keep_save))}")
 
     def _saved(self) -> Saved | None:
         """Return the newest state that an earlier job has saved in the folder of ``--keep-save``. Return
@@ -240,13 +244,15 @@ class Keeping:
         if not self._may_have_several_nodes:
             job += f" (pid {os.getpid()} on {os.uname().nodename})"
 
+        refused: list[OSError] = []
+
         def look() -> Saved | None:
             try:
                 self._claim = self._claim or (folder, job, claim(folder, job))
             except BlockingIOError:
                 raise
-            except OSError:
-                return newest(folder)  # A folder that cannot be written is only read.
+            except OSError as error:  # A folder that cannot be written is only read.
+                refused.append(error)
             return newest(folder)
 
         self._access = self._access or FileAccess(
@@ -260,8 +266,13 @@ class Keeping:
             self._say(f"keep: {folder} is in use ({error.strerror}): {use}")
             return None
         except (OSError, ValueError) as error:
-            self._say(f"keep: the state that is saved in {folder} is not used: {error}")
-            return None
+            if not refused:
+                self._say(f"keep: the state that is saved in {folder} is not used: {error}")
+                return None
+            found = None
+        if refused and not self._has_warned:
+            self._has_warned = True
+            self._say(f"keep: --keep-save cannot save anything: {folder} cannot be written ({refused[0]})")
         bar = None if self._loop is None else self._loop.barred_from
         if found is not None and bar is not None and found.step >= bar:
             self._say(f"keep: step {found.step} in {found.name} is set aside: two attempts failed alike")

@@ -596,10 +596,10 @@ class Agent:
         limit = _SAVE_LIMIT if is_failure else self._job.shutdown_timeout
         folder = keeping.save(kept, limit, self._is_interrupted)
         if is_failure:
-            self.result.kept = kept and kept.replaced(folder=folder)
+            self.result.kept = kept and kept.replaced(folder=folder, has_folder=bool(self._job.keep_save))
         # The final report of a failed job names the step that it has chosen.
         if not folder and not (is_failure and kept):
-            keeping.say_what_is_gone()
+            keeping.say_what_is_gone(leaves=self._decisions.leaves)
 
     def _is_interrupted(self, fd: int, seconds: float) -> bool:
         """Wait until a file descriptor is readable. Return true if it is not after ``seconds``, or if the

@@ -279,7 +279,7 @@ class Orders:
         if self._job.rendezvous is None:
             raise Refused("this job has no other node that could continue; use elasticctl stop")
         own = self._running_attempt().plan.ranks[0].group_rank
-        if order.get("node") in (self._node, str(own)):
+        if order.get("node") == str(own):
             self._drain_own(order, answer)
         else:
             self._ask_others(order, "who", CALL_LIMIT, partial(self._drain_other, order, answer))
@@ -300,6 +300,9 @@ class Orders:
                 )
             if len(ranks) > 1:
                 raise Refused(f"{len(ranks)} nodes are named {node}: choose a group rank: {listed}", USAGE)
+            if ranks == [own]:
+                self._drain_own(order, answer)
+                return
             silent = {"message": f"the agent of node {node} has not answered in time"}
 
             def take(answers: Mapping[int, dict[str, Any]]) -> None:
