@@ -98,7 +98,7 @@ class OneNodeRendezvous(RendezvousHandler):
         return RendezvousInfo(open_store(), 0, 1, RendezvousStoreInfo(self.address, port))
 
     def open_shared_store(self) -> Store:
-        """Return the store of the current round. The first call starts its server, as few jobs need it."""
+        """Return the store of this round. Its server starts at the first call, because few jobs need it."""
         if self._store is None:
             from elasticrs._engine.nodes.transport.store import Requests
             from elasticrs.store import Store

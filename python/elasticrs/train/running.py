@@ -183,7 +183,7 @@ class RequestSignals:
 
 
 def is_default(signum: int) -> bool:
-    """Return true if a signal has its default action. Only ``/proc`` also shows handlers in C code."""
+    """Return true if a signal has its default action. Look into ``/proc``, too, to see handlers in C code."""
     if signal.getsignal(signum) != signal.SIG_DFL:
         return False
     try:

@@ -529,7 +529,7 @@ class _ZeroGrads(_Counter):
 
     def _note(self, optimizer: object) -> None:
         if not self.undo:
-            return  # Counting has ended, but the program has stored this function and still calls it.
+            return  # The program has stored this function, and still calls it after the end of the counting.
         if not self._awaits_load and (restore := _before_load(self._note_load)) is not None:
             self._awaits_load = True
             self.undo.append(restore)

@@ -142,7 +142,7 @@ class Clock(Value):
 
 
 def _wall_minus_monotonic() -> int:
-    """Return wall clock minus monotonic clock in ns: the fastest, most precise of three measurements."""
+    """Return wall clock minus monotonic clock, in ns. Of three measurements, the fastest is most precise."""
     found = []
     for _ in range(3):
         before, wall, after = time.monotonic_ns(), time.time_ns(), time.monotonic_ns()

@@ -140,7 +140,7 @@ class Calls:
         self._arm(self._keys.calls + name, limit)
 
     def expire(self, timer: str) -> bool:
-        """End the request whose time limit is over. Return false if the timer belongs to no request."""
+        """End the request to which an expired timer belongs. Return false if the timer is of another kind."""
         name = timer.removeprefix(self._keys.calls)
         if name == timer:
             return False
@@ -158,7 +158,7 @@ class Calls:
     def _end(self, call: _Call) -> None:
         try:
             call.take(call.answers)
-        # A defect in the function that takes the answers must end neither the agent nor other calls.
+        # An error in the function that takes the answers must end neither the agent nor its other requests.
         except Exception as error:
             self._troubles.append(f"elasticctl: the answers of other agents were not handled: {error!r}")
 

@@ -53,7 +53,7 @@ _LISTEN = "listen"
 """Name of the timer for the moment at which this agent begins to watch the requests of other agents."""
 
 _AFTER_START = 0.05
-"""Seconds from the workers' start until this agent watches other agents' requests, to start them sooner."""
+"""Seconds after which an agent that starts its workers watches others' requests. The start is urgent."""
 
 _NAMES = 1 << 62
 """Tag of the request for the nodes' names. The state machine's tags count from 1, so it ignores the reply."""

@@ -185,7 +185,7 @@ class CheckpointRequests:
             os.eventfd_write(self.fd, 1)
 
     def take(self) -> None:
-        """Make ``fd`` unreadable. No request is lost, because a counter in shared memory has them all."""
+        """Make ``fd`` unreadable. No request is lost, because a counter in shared memory counts them."""
         with suppress(BlockingIOError):
             os.eventfd_read(self.fd)
 

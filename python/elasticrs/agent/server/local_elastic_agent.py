@@ -424,7 +424,7 @@ class LocalElasticAgent(SimpleElasticAgent):
 
 
 def _replaced_consoles(job: JobSpec) -> Sequence[Observer]:
-    """Return an observer that prints workers' output to the program's replaced standard streams, if any."""
+    """Return an observer that prints workers' output to the program's standard streams that were replaced."""
     streams = replaced_streams()
     return [_ReplacedConsole(streams, job.role, job.logs.log_line_prefix_template)] if streams else []
 

@@ -300,7 +300,8 @@ class Partner:
     ) -> None:
         self._own, self._store, self._closed, self._say = own, store, closed, say
         self._memory: int = plan["memory"]
-        # Abort slower downloads, for which other nodes would wait. A low --keep-bandwidth allows lower rates.
+        # The minimum rate of a download. A slower one is aborted, because other nodes wait for it. A low
+        # --keep-bandwidth lowers the minimum.
         self._least_rate = min(MIN_RATE, plan["bandwidth"] / 2) if plan["bandwidth"] else MIN_RATE
         self._world, self._local_rank = int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_RANK"])
         self._theirs = KeepFile(plan["partner_files"][self._local_rank])

@@ -250,7 +250,7 @@ def _mark_of(parent: str, job: str) -> str:
 
 
 def _lock(descriptor: int, kind: int) -> bool:
-    """Lock an open file without waiting. Return false if another process has a lock that excludes this."""
+    """Lock an open file without waiting. Return false if another process has a lock that conflicts."""
     try:
         flock(descriptor, kind | LOCK_NB)
     except BlockingIOError:

@@ -135,16 +135,16 @@ class Generations:
         self._changed.notify_all()
 
     def wait(self, seen: int | None) -> tuple[int, int | None]:
-        """Wait until this rank has made a copy after the generation ``seen`` (the copies of all ranks of one
-        step), or has failed to. Return the number of the new generation, and the step of the copy. The step
-        is ``None`` if the copy has failed.
+        """Wait until this rank has made, or failed to make, a copy for a generation (the copies of all ranks
+        of one step) after number ``seen``. Return the number of the new generation, and the step of the copy.
+        The step is ``None`` if the copy has failed.
         """
         with self._changed:
             self._changed.wait_for(lambda: self._finished != seen or self.is_closed)
             return self._finished, None if self.is_closed else self._copied
 
     def is_newest(self, number: int) -> bool:
-        """Return true if this rank has made no copy since the one for the generation with this number."""
+        """Return true if this rank has made no copy for a newer generation (of all ranks) than ``number``."""
         return self._finished == number
 
     def settle(self, step: int | None, *, is_secured: bool) -> None:
@@ -174,7 +174,7 @@ class Generations:
 
 class Schedule:
     """Decides at the end of which steps this rank copies its state periodically, and reads in the files of
-    all ranks how far these have come.
+    all ranks how far the ranks have come.
 
     Args:
         words: the numbers at the start of the file in memory in which this rank keeps copies of its state.
@@ -339,7 +339,7 @@ class Schedule:
         try:
             return bool(files) and all(each.has_copy(step) for each in files)
         except (OSError, OffError):
-            return False  # The files were in the memory of the agent, which has ended.
+            return False  # The copies were in files in the memory of the agent, which has ended.
 
     def newest_ended(self) -> int:
         """Return the newest step that any of the ranks has ended; -1 if there is none."""

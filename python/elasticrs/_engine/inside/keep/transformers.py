@@ -390,7 +390,7 @@ class _Losses:
         if self._loaded or not hasattr(trainer, "_tr_loss"):
             return self._loaded
         total, coming = trainer._tr_loss, self.coming
-        # Do not read the sum from a GPU, because that would wait for the GPU.
+        # Do not read the sum from a GPU, because reading would wait for the GPU's earlier work.
         is_on_cpu = total.device.type == "cpu"
         if (
             is_on_cpu

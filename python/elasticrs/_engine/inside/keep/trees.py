@@ -104,7 +104,7 @@ def _is_of_numpy(value: object) -> bool:
 
 def spell(path: Path) -> str:
     """Return a path (the keys that lead to a value of a state) as text for the user, with dots between."""
-    # For a small buffer of a module, the last key is itself a path: the buffer's full one.
+    # For a small buffer of a module, the last key is itself a path, the full path of the buffer.
     named = path[-1] if path and isinstance(path[-1], tuple) else path
     return ".".join(map(str, named))
 

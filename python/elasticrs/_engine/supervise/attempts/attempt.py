@@ -393,7 +393,7 @@ def memory_counters(cgroups: str, mountinfo: str) -> list[str]:
 
 
 def _mounted_at(path: str, mountinfo: str, kind: str, option: str) -> str | None:
-    """Return the path of a cgroup's directory below the closest mount that shows it; ``None`` without one."""
+    """Return the path of a cgroup's directory in the closest mount that shows it; ``None`` if none does."""
     best = None
     best_root = ""
     for line in mountinfo.splitlines():
@@ -417,7 +417,7 @@ def _unescape(field: str) -> str:
 
 
 def parse_oom_kill(text: str) -> int | None:
-    """Return the number of OOM kills in the text of a file of the kernel; ``None`` if it tells none."""
+    """Return the number of OOM kills in the text of a file of the kernel; ``None`` if the text has none."""
     for line in text.splitlines():
         key, _, value = line.partition(" ")
         if key == "oom_kill" and value.isdecimal():

@@ -223,7 +223,7 @@ def _most_steps(workers: Sequence[Mapping[str, Any]]) -> dict[tuple[bool, float]
 
 
 def _odd_ranks(status: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return pairs about ranks that do not run or are steps behind: how serious that is, and a line."""
+    """Return pairs for ranks that do not run or are steps behind: how serious that is, and a text."""
     workers = all_workers(status)
     by_look: dict[tuple[str, str], list[int]] = {}
     for worker, look in zip(workers, _looks(status, workers), strict=True):

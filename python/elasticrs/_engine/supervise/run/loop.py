@@ -344,7 +344,7 @@ class Agent:
             observer = HealthObserver(self._job, server, self._console.say, age=age)
             observer.catch_up(self._tracker.supervisor, self.result)
             observer.serve_control(control.fd, take)
-        # An error in the code for elasticctl must not end the job.
+        # An error in the code that serves elasticctl must not end the job.
         except Exception as error:
             self._console.say(f"elasticctl cannot reach this job any more: {error!r}")
             server.stop()

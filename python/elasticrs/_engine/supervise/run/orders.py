@@ -164,7 +164,7 @@ class Orders:
         except Refused as reason:
             self._say(f"elasticctl: refused, because {reason}")
             answer({"code": reason.code, "message": str(reason)})
-        # A defect in the code of an order must not end the job.
+        # An error in the code that carries out an order must not end the job.
         except Exception as error:
             self._say(f"elasticctl: the order has failed: {error!r}")
             answer({"code": FAILED, "message": f"the agent could not carry out the order: {error!r}"})
