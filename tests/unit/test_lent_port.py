@@ -15,7 +15,7 @@ from elasticrs._engine.nodes.driver import MOST_NAMES, PORT_PATIENCE, Driver, Le
 from elasticrs._engine.nodes.protocol import messages
 from elasticrs._engine.nodes.protocol.member import Link
 from elasticrs._engine.nodes.protocol.records import Head
-from elasticrs._engine.nodes.transport.coordination import Range
+from elasticrs._engine.nodes.transport.coordination import ConnectionLost, Delete, Put, Range, Reply
 
 
 class Session:
@@ -169,6 +169,32 @@ def test_the_names_of_the_nodes_are_requested_once_in_a_round_and_connection(dri
     member.last_head = head("1.4")
     assert driver.node_names(asks=True) is None
     assert sent == []
+
+
+@pytest.mark.parametrize("leaves", [False, True])
+@pytest.mark.parametrize("first", [True, False, None])
+def test_the_node_is_barred_only_if_it_leaves(driver, monkeypatch, first, leaves):
+    driver, _, _ = driver
+    sent, told, member = [], [], driver._member
+    monkeypatch.setattr(driver.store, "send", sent.append)
+    member.link = None
+    driver.claim_drain(stays_out=True, take=told.append)
+    assert told.pop() is None
+    member.link, member.last_head = Link(head=head("1.1")), head("1.1")
+    driver.claim_drain(stays_out=True, take=lambda is_first: told.append(is_first) or leaves)
+    # A second order for the same node is refused at once, and does not displace the first one.
+    driver.claim_drain(stays_out=True, take=lambda is_first: told.append(("second", is_first)) or leaves)
+    assert told == [("second", False)]
+    (claim,) = sent
+    leaving = member.keys.leaving(1)
+    assert [each.key for each in claim.then] == [leaving]
+    reply = ConnectionLost("eof", "") if first is None else Reply(claim.tag, first, 9)
+    monkeypatch.setattr(driver.store, "take", lambda: [reply])
+    driver.poll()
+    assert told[1:] == [first]
+    node = member.agent.node
+    done = [Put(member.keys.bar(node), node.encode(), False)] if leaves else [Delete(leaving)]
+    assert [each for request in sent[1:] for each in request.then] == (done if first else [])
 
 
 def test_success_is_reported_without_waiting_for_the_port(driver):

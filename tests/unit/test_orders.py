@@ -76,6 +76,28 @@ def test_the_answer_of_a_drained_node_has_an_exit_code_and_a_text(answer, code):
     assert isinstance(told["message"], str)
 
 
+@pytest.mark.parametrize(
+    ("is_first", "phase", "code", "text"),
+    [
+        (True, Phase.RUNNING, None, "leaves the job"),
+        (True, Phase.STOPPING, REFUSED, "no workers are running now"),
+        (False, Phase.RUNNING, REFUSED, "being drained"),
+        (None, Phase.RUNNING, REFUSED, "the connection to the store"),
+    ],
+)
+def test_a_node_leaves_only_if_the_store_has_recorded_it_and_workers_still_run(is_first, phase, code, text):
+    job = Job()
+    job.order(do="drain", node="0", stay_out=True)
+    (claim,) = job.claims
+    assert claim["stays_out"]
+    job.decisions.phase = phase
+    assert claim["take"](is_first) == (code is None)
+    (told,) = job.answers
+    assert told.get("code") == code
+    assert text in told["message"]
+    assert len(job.stops) == (code is None)
+
+
 def test_an_error_in_an_order_is_answered_and_told():
     job = Job()
     job.tracker.attempt.plan = None

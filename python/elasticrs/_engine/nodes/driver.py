@@ -8,6 +8,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 
+from elasticrs._engine.job.value import Value
 from elasticrs._engine.nodes.protocol import messages
 from elasticrs._engine.nodes.protocol.formation import MEMBERS_PER_TXN
 from elasticrs._engine.nodes.protocol.machine import Member, step
@@ -17,6 +18,7 @@ from elasticrs._engine.nodes.rendezvous_store import CannotHost, KeptState, Rend
 from elasticrs._engine.nodes.transport.coordination import (
     Changes,
     ConnectionLost,
+    Delete,
     Missing,
     ModifiedAt,
     Notice,
@@ -148,6 +150,14 @@ class LentPort:
         return _SLOW_PORT_TICK if self.is_overdue else _PORT_TICK
 
 
+class _Claim(Value):
+    """Request to the store to drain this node, and what is written once :attr:`take` has got the reply."""
+
+    take: Callable[[bool | None], bool]
+    if_it_leaves: Sequence[Put]
+    if_it_stays: Sequence[Delete]
+
+
 class Driver:
     """Driver of the state machine with which one agent takes part in the rendezvous of the nodes. Raises
     :class:`.UsageError` for an endpoint that other nodes could not use. Without a process ``supervisor``, a
@@ -180,7 +190,7 @@ class Driver:
         self._asked_form = ""
         self._names: list[str] | None = None
         self._calls: Calls | None = None
-        self._claimed: Callable[[bool], None] | None = None
+        self._claimed: _Claim | None = None
         self.serve: Serve | None = None
 
     @property
@@ -243,26 +253,36 @@ class Driver:
             return None
         return Place(head.round, slot.group_rank, head.size)
 
-    def claim_drain(self, *, stays_out: bool, take: Callable[[bool], None]) -> None:
+    def claim_drain(self, *, stays_out: bool, take: Callable[[bool | None], bool]) -> None:
         """Record in the store that ``elasticctl`` drains this node (removes it from the job) in the running
-        round. Then call ``take`` with true, or with false if another node is being drained already, or if the
-        round has ended. With ``stays_out``, the job does not admit this node again.
+        round. Then call ``take``, which returns whether this node leaves the job.
+
+        Args:
+            stays_out: whether the job does not admit this node again once it has left.
+            take: function that is called with true; with false if a node is being drained already, or if the
+                round has ended; with ``None`` if there is no connection to the store, or it is lost.
         """
         member = self._member
-        if member is None or member.link is None or member.head is None:
+        if member is None or member.link is None:
+            take(None)
+            return
+        if member.head is None or self._claimed is not None:
             take(False)
             return
         keys, node = member.keys, member.agent.node.encode()
         leaving = keys.leaving(member.head.round)
         compares = [ModifiedAt(keys.head, member.link.head_revision), Missing(leaving)]
+        # Only a node that does leave is barred. A round in which none leaves is free for the next order.
         bar = [Put(keys.bar(member.agent.node), node, False)] if stays_out else []
-        self._claimed = take
-        self.store.send(Txn(_CLAIM, compares, [Put(leaving, node, True), *bar]))
+        self._claimed = _Claim(take, bar, [Delete(leaving)])
+        self.store.send(Txn(_CLAIM, compares, [Put(leaving, node, True)]))
 
-    def _end_claim(self, *, is_ok: bool) -> None:
-        take, self._claimed = self._claimed, None
-        if take is not None:
-            take(is_ok)
+    def _end_claim(self, *, is_ok: bool | None) -> None:
+        claim, self._claimed = self._claimed, None
+        if claim is not None:
+            writes = claim.if_it_leaves if claim.take(is_ok) else claim.if_it_stays
+            if is_ok and writes:
+                self.store.send(Txn(0, [], writes))
 
     # --- events in, actions out ---
 
@@ -334,7 +354,7 @@ class Driver:
         return False
 
     def _lose_calls(self) -> None:
-        self._end_claim(is_ok=False)
+        self._end_claim(is_ok=None)
         if self._calls is not None:
             self._calls.lost()
 

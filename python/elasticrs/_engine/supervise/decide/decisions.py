@@ -98,10 +98,9 @@ class Decisions(ABC):
         """Object that sends requests to the other nodes' agents; ``None`` if they cannot get any."""
         return None
 
-    def claim_drain(self, *, stays_out: bool, take: Callable[[bool], None]) -> None:  # noqa: ARG002 -- as above
-        """Record that a user drains this node (removes it from the job) in the running round. Then call
-        ``take`` with true, or with false if another node is being drained already. With ``stays_out``, the
-        job does not admit this node again.
+    def claim_drain(self, *, stays_out: bool, take: Callable[[bool | None], bool]) -> None:  # noqa: ARG002
+        """Record that a user drains this node (removes it from the job) in the running round, as
+        :meth:`.Driver.claim_drain` describes.
         """
         raise RuntimeError("only a job of several nodes can be drained")
 

@@ -112,7 +112,7 @@ class SeveralNodes(Decisions):
     def calls(self) -> Calls | None:
         return None if self._driver is None else self._driver.calls
 
-    def claim_drain(self, *, stays_out: bool, take: Callable[[bool], None]) -> None:
+    def claim_drain(self, *, stays_out: bool, take: Callable[[bool | None], bool]) -> None:
         self._require_driver().claim_drain(stays_out=stays_out, take=take)
 
     @property

@@ -157,8 +157,10 @@ class Orders:
             self._tracker.observers.ordered(words, uid, pid, sender)
         self._try(partial(action, order, answer), answer)
 
-    def _try(self, act: Callable[[], None], answer: Answer) -> None:
-        """Call ``act`` to carry out an order. If it refuses, tell the console and ``elasticctl`` why."""
+    def _try(self, act: Callable[[], None], answer: Answer) -> bool:
+        """Call ``act`` to carry out an order, and return true. If it refuses or fails, tell the console and
+        ``elasticctl`` why, and return false.
+        """
         try:
             act()
         except Refused as reason:
@@ -168,6 +170,9 @@ class Orders:
         except Exception as error:
             self._say(f"elasticctl: the order has failed: {error!r}")
             answer({"code": FAILED, "message": f"the agent could not carry out the order: {error!r}"})
+        else:
+            return True
+        return False
 
     def _ask_others(
         self, order: dict[str, Any], what: str, limit: float, take: Take, ranks: Sequence[int] | None = None
@@ -327,10 +332,22 @@ class Orders:
         take = partial(self._leave, answer, left, order.get("sender") is None)
         self._decisions.claim_drain(stays_out=order.get("stay_out") is True, take=take)
 
-    def _leave(self, answer: Answer, left: int, is_own: bool, is_first: bool) -> None:
+    def _leave(self, answer: Answer, left: int, is_own: bool, is_first: bool | None) -> bool:
+        """Have this node leave the job, and return true, if it is the only one (``is_first``). ``None`` means
+        that the connection to the rendezvous store was lost before the store has told that.
+        """
+
         def act() -> None:
+            if is_first is None:
+                raise Refused(
+                    "the connection to the store in which the nodes meet was lost; try again when the nodes"
+                    " have met again"
+                )
             if not is_first:
-                raise Refused("another node is being drained; try again when the nodes have met again")
+                raise Refused(
+                    "a node is being drained already, or the nodes are about to meet again; try again when"
+                    " they have met"
+                )
             count = self._count()
             told = f"{self._node} leaves the job: SIGTERM to the workers; {_who_continues(left)}"
             if is_own:
@@ -342,7 +359,7 @@ class Orders:
 
             self._agent.ask_to_stop(machine.SignalReceived(signal.SIGTERM, ends_job=False), tell)
 
-        self._try(act, answer)
+        return self._try(act, answer)
 
     # --- checkpoint ---
 
