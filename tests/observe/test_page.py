@@ -295,6 +295,7 @@ def test_the_page_is_also_served_over_the_control_socket_but_takes_no_orders(
     assert answer("POST", "/do", Origin="http://localhost:8080") == 403
     assert answer("GET", "/status", Host="evil.example") == 421
     assert answer("GET", "/status/stream", Host="evil.example") == 421
+    assert answer("GET", "/status/stream", Origin="http://evil.example") == 403
     assert answer("POST", "/do") == 200
     assert job.wait() != 0
 

@@ -7,13 +7,16 @@
 //! - **PAGE-1** At most [`MAX_VIEWERS`] browsers listen. The limit of HEALTH-2 is for other connections.
 //! - **PAGE-2** A browser gets an event at most once a second, and only if the text has changed. All browsers get the
 //!   same text, which exists once in memory.
-//! - **PAGE-3** A browser that does not read is disconnected after [`CLIENT_LIMIT`].
+//! - **PAGE-3** A browser is disconnected if the buffers of its connection are full for [`CLIENT_LIMIT`], because it
+//!   does not read, or if its machine does not acknowledge an event within [`UNREACHABLE`].
 
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, LazyLock, Mutex};
 use std::time::{Duration, Instant};
 
 use elasticrs_runtime::lock;
+use nix::sys::socket::setsockopt;
+use nix::sys::socket::sockopt::TcpUserTimeout;
 use serde_json::json;
 use sha2::{Digest, Sha256};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
@@ -32,6 +35,9 @@ pub(crate) const EVENTS: &str = "/status/stream";
 const PERIOD: Duration = Duration::from_secs(1);
 /// Time without an event after which the server sends an empty line to a browser, to notice a lost connection.
 const SILENCE: Duration = Duration::from_secs(15);
+
+/// Time without an acknowledgement of sent data after which the kernel closes the connection to a browser (PAGE-3).
+const UNREACHABLE: Duration = Duration::from_secs(30);
 
 const PAGE: &str = include_str!("page.html");
 
@@ -137,6 +143,8 @@ impl Seat {
 
     /// Sends the events of the page to a browser until it disconnects.
     pub(crate) async fn serve(self, mut stream: impl Stream) {
+        // Ignore the error: a Unix socket does not have this option, and does not need it.
+        let _ = setsockopt(&stream, TcpUserTimeout, &u32::try_from(UNREACHABLE.as_millis()).unwrap_or(u32::MAX));
         let mut events = self.0.live.event.subscribe();
         // Begin with the last event, because this browser has not received it.
         events.mark_changed();

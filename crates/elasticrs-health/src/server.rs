@@ -354,9 +354,9 @@ async fn run_control(listener: UnixListener, shared: Arc<Shared>) {
 }
 
 /// A connection to the server, over TCP or over a Unix socket.
-pub(crate) trait Stream: AsyncRead + AsyncWrite + AsRawFd + Unpin + 'static {}
+pub(crate) trait Stream: AsyncRead + AsyncWrite + AsFd + AsRawFd + Unpin + 'static {}
 
-impl<S: AsyncRead + AsyncWrite + AsRawFd + Unpin + 'static> Stream for S {}
+impl<S: AsyncRead + AsyncWrite + AsFd + AsRawFd + Unpin + 'static> Stream for S {}
 
 /// Serves one client. When a browser begins to listen to the events of the page, its connection no longer counts for
 /// the maximum number of connections (HEALTH-2).
@@ -380,6 +380,9 @@ async fn serve(stream: &mut impl Stream, shared: &Arc<Shared>, caller: Option<Ca
         // and any other page in that browser could then send orders.
         (Ok((Request { method: Method::Post, is_from_page: true, .. }, _)), _) => {
             (Response::text(403, "orders come from elasticctl, not from a browser"), false)
+        }
+        (Ok((Request { path, is_from_page: true, .. }, _)), _) if path == EVENTS => {
+            (Response::text(403, "only the page of this server gets its events"), false)
         }
         (Ok((Request { method: Method::Post, path, .. }, order)), Some(caller)) if path == "/do" => {
             carry_out(stream, shared, caller, order).await;
