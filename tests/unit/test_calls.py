@@ -1,5 +1,6 @@
 """Calls (requests between the agents of a job) through a store that this test simulates."""
 
+from math import inf, nan
 from typing import NamedTuple
 
 import pytest
@@ -192,6 +193,18 @@ def sent(step, why="", ranks=2, waited=0.1):
         ([sent(9)], NOT_AGREED, None, 2, "another node has not answered in time"),
         ([sent(9), {"code": FAILED, "message": "no"}], NOT_AGREED, None, 2, "without an agreed step: no"),
         ([sent(9), {"code": DONE, "ranks": "x", "message": []}], NOT_AGREED, None, 2, "[]"),
+        *(
+            ([sent(9), {**sent(9), "message": "odd", **odd}], NOT_AGREED, None, 2, "odd")
+            for odd in (
+                {"waited": inf},
+                {"waited": nan},
+                {"waited": -1},
+                {"waited": 10**400},
+                {"ranks": 10**400},
+                {"ranks": -1},
+                {"step": True},
+            )
+        ),
     ],
 )
 def test_the_answers_of_all_nodes_about_a_signal_are_joined(parts, code, step, ranks, text):

@@ -1,6 +1,7 @@
 """Orders of ``elasticctl`` whose conditions change while the agent waits for other agents or the store."""
 
 import json
+from math import inf, nan
 from types import SimpleNamespace
 
 import pytest
@@ -104,6 +105,52 @@ def test_an_error_in_an_order_is_answered_and_told():
     job.order(do="drain", node="n1")
     assert [each["code"] for each in job.answers] == [FAILED]
     assert "AttributeError" in job.said[-1]
+
+
+WORKER = {"rank": 1, "local_rank": 0, "role_rank": 1, "pid": 7, "state": "RUNNING", "exitcode": None}
+WORKER |= {"training": None, "progress": None}
+PROGRESS = {"step": 3, "counts": "keep", "age_seconds": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("change", "is_shown"),
+    [
+        ({}, True),
+        ({"rank": None, "exitcode": -9, "state": "EXITED", "progress": PROGRESS}, True),
+        ({"progress": {**PROGRESS, "age_seconds": None, "other": 1}, "other": 1}, True),
+        ({"rank": "1"}, False),
+        ({"pid": None}, False),
+        ({"pid": 1.5}, False),
+        ({"state": "\ud800"}, False),
+        ({"state": []}, False),
+        ({"exitcode": "x"}, False),
+        ({"exitcode": True}, False),
+        ({"progress": "x"}, False),
+        ({"progress": {}}, False),
+        ({"progress": {**PROGRESS, "step": None}}, False),
+        ({"progress": {**PROGRESS, "counts": 1}}, False),
+        *(({"progress": {**PROGRESS, "age_seconds": age}}, False) for age in (inf, nan, -1, 10**400, "x")),
+    ],
+)
+def test_the_workers_of_another_node_are_shown_if_all_their_fields_are_right(change, is_shown):
+    job = Job()
+    job.order(do="others")
+    node = {"code": DONE, "node": "n1", "workers": [{**WORKER, **change}]}
+    job.reply({1: node, 2: {"code": DONE, "node": "n2", "workers": [WORKER]}})
+    (told,) = job.answers
+    expected = {name: {**WORKER, **change}[name] for name in WORKER}
+    if expected["progress"]:
+        expected["progress"] = {name: expected["progress"][name] for name in PROGRESS} if is_shown else None
+    shown = {each["node"]: each["workers"] for each in told["others"]}
+    assert shown == {**({"n1": [expected]} if is_shown else {}), "n2": [WORKER]}
+
+
+@pytest.mark.parametrize("workers", [None, {}, "x", [None], [[]]])
+def test_a_node_that_tells_no_list_of_workers_is_not_shown(workers):
+    job = Job()
+    job.order(do="others")
+    job.reply({1: {"code": DONE, "node": "n1", "workers": workers}, 2: {"node": 1, "workers": []}})
+    assert [each["others"] for each in job.answers] == [[]]
 
 
 def test_an_agent_without_workers_tells_the_others_that_it_has_none():

@@ -11,7 +11,6 @@ size.
 from __future__ import annotations
 
 import json
-import math
 
 from elasticrs._engine.job.config import MAX_IN_WINDOW
 from elasticrs._engine.job.failure_cause import Cause
@@ -250,7 +249,7 @@ def ADDRESS(value: Any) -> bool:  # noqa: N802
 
 
 def SPAN(value: Any) -> bool:  # noqa: N802
-    return type(value) in (int, float) and math.isfinite(value) and 0 <= value <= MOST
+    return type(value) in (int, float) and 0 <= value <= MOST
 
 
 def _by_type(record: type[Value]) -> dict[str, Check]:

@@ -13,11 +13,22 @@ import signal
 import time
 from functools import partial
 from queue import SimpleQueue
-from types import NoneType
 from typing import TYPE_CHECKING
 
 from elasticrs._engine.job import phrases
 from elasticrs._engine.job.value import Value
+from elasticrs._engine.nodes.calls import MAX_ANSWER
+from elasticrs._engine.nodes.protocol.records import (
+    COUNT,
+    INT,
+    NAME,
+    SPAN,
+    TEXT,
+    WHOLE,
+    list_of,
+    one_of,
+    optional,
+)
 from elasticrs._engine.process.background_call import FileAccess
 from elasticrs._engine.supervise.attempts import state_machine as machine
 from elasticrs._engine.supervise.run.agreed_step import LONGEST_HOLD, SAVE_HOLD, Delivery
@@ -30,6 +41,7 @@ if TYPE_CHECKING:
     from elasticrs import _core
     from elasticrs._engine.job.config import JobSpec
     from elasticrs._engine.nodes.calls import Take
+    from elasticrs._engine.nodes.protocol.records import Check
     from elasticrs._engine.supervise.attempts.attempt import Attempt
     from elasticrs._engine.supervise.decide.decisions import Decisions
     from elasticrs._engine.supervise.run.agreed_step import Tell
@@ -258,11 +270,11 @@ class Orders:
             self._ask_others({}, "ranks", CALL_LIMIT, partial(self._take_others, attempt.round), others)
 
     def _take_others(self, number: int, answers: Mapping[int, Mapping[str, Any]]) -> None:
-        told = [
-            {"group_rank": rank, "node": answers[rank].get("node"), "workers": answers[rank].get("workers")}
+        known = [
+            {"group_rank": rank, **_node(answers[rank])}
             for rank in sorted(answers)
+            if _has(answers[rank], _NODE)
         ]
-        known = [each for each in told if type(each["node"]) is str and _are_workers(each["workers"])]
         self._known = _Known(number, time.monotonic(), known)
         waiting, self._waiting = self._waiting, None
         for take in waiting or ():
@@ -442,14 +454,42 @@ class _Known(Value):
     nodes: list[dict[str, Any]]
 
 
-def _are_workers(value: object) -> bool:
-    """Return true if a part of an agent's answer is a list of workers with the fields of the status."""
-    return isinstance(value, list) and all(
-        isinstance(each, dict)
-        and type(each.get("rank")) is int
-        and {"pid", "state", "exitcode"} <= each.keys()
-        for each in value
+def _has(value: Any, checks: Mapping[str, Check]) -> bool:
+    """Return true if ``value``, a part of another agent's answer, has the fields that ``checks`` names, and
+    their values pass these checks.
+    """
+    return isinstance(value, dict) and all(
+        name in value and check(value[name]) for name, check in checks.items()
     )
+
+
+_PROGRESS: dict[str, Check] = {
+    "step": INT,
+    "counts": one_of("keep", "script", "optimizer"),
+    "age_seconds": optional(SPAN),
+}
+_WORKER: dict[str, Check] = {
+    "rank": optional(COUNT),
+    "local_rank": COUNT,
+    "role_rank": WHOLE,
+    "pid": COUNT,
+    "state": one_of("RUNNING", "PAUSED", "EXITED"),
+    "exitcode": optional(WHOLE),
+    "progress": optional(lambda value: _has(value, _PROGRESS)),
+}
+_NODE: dict[str, Check] = {"node": NAME, "workers": list_of(lambda value: _has(value, _WORKER), MAX_ANSWER)}
+_DELIVERY: dict[str, Check] = {"ranks": COUNT, "step": optional(INT), "why": TEXT, "waited": SPAN}
+
+
+def _node(told: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the status of a node's workers from its agent's answer, without fields that are unknown here."""
+    workers = []
+    for each in told["workers"]:
+        worker = {name: each[name] for name in _WORKER}
+        if worker["progress"] is not None:
+            worker["progress"] = {name: worker["progress"][name] for name in _PROGRESS}
+        workers.append({**worker, "training": None})
+    return {"node": told["node"], "workers": workers}
 
 
 class _Joined:
@@ -473,17 +513,11 @@ class _Joined:
             self._answer(joined(self._parts, self._nodes))
 
 
-def _is_delivery(fields: Mapping[str, Any]) -> bool:
-    """Return true if an agent's answer has the fields that :func:`delivery` returns about a signal."""
-    types = {"ranks": (int,), "step": (int, NoneType), "why": (str,), "waited": (int, float)}
-    return all(name in fields and type(fields[name]) in allowed for name, allowed in types.items())
-
-
 def joined(parts: Sequence[Mapping[str, Any]], nodes: int) -> dict[str, Any]:
     """Return the answer to ``elasticctl`` about a signal that all agents have sent to their ranks. ``parts``
     are the agents' answers, as :func:`delivery` returns them. ``nodes`` tells how many nodes were asked.
     """
-    sent = [each for each in parts if _is_delivery(each)]
+    sent = [each for each in parts if _has(each, _DELIVERY)]
     ranks = sum(each["ranks"] for each in sent)
     steps = {each["step"] for each in sent}
     why = [each["why"] for each in sent if each["why"]]
