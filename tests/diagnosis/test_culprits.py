@@ -1,6 +1,7 @@
 """Diagnosis of culprits from hand-written evidence: NCCL, missing records, and facts that prove nothing."""
 
 import json
+import math
 
 import pytest
 from hypothesis import given
@@ -211,6 +212,16 @@ def test_stacks_of_several_nodes_name_who_waits_unless_the_ranks_go_on():
     damaged = [{}, {"evidence": 7, "count": 1, "silent": []}, {"evidence": "!", "count": "x", "silent": [3]}]
     for fields in damaged:
         assert RunningRanks.decoded(fields).count == 0
+    row = {"rank": 2, "pid": 7, "can_answer": True, "node": "n"}
+    valid = RunningRanks([], [row], 1).encoded(2, 3)
+    assert RunningRanks.decoded(valid) == RunningRanks([], [row], 1)
+    rows = [
+        {**row, **odd} for odd in ({"rank": []}, {"rank": "2"}, {"pid": None}, {"can_answer": 1}, {"node": 7})
+    ]
+    odd = [{"silent": [each]} for each in rows] + [
+        {"count": each} for each in (math.inf, -1, "1", True, None)
+    ]
+    assert [RunningRanks.decoded({**valid, **each}).silent for each in odd] == [[]] * len(odd)
 
 
 def test_a_completed_broadcast_does_not_prove_that_all_ranks_entered_it():

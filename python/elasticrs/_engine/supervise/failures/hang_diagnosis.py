@@ -214,12 +214,16 @@ class RunningRanks(Value):
     @staticmethod
     def decoded(fields: Mapping[str, Any]) -> RunningRanks:
         """Return the ranks from another agent's JSON object; no ranks if its fields are not as expected."""
+        from elasticrs._engine.nodes.protocol.records import COUNT, FLAG, NAME, row_of
+
         try:
-            facts, count = decode(a2b_base64(fields["evidence"])), int(fields["count"])
-            silent = [{name: each[name] for name in _SILENT} for each in fields["silent"]]
+            facts, count = decode(a2b_base64(fields["evidence"])), fields["count"]
+            rows = [[each[name] for name in _SILENT] for each in fields["silent"]]
         except (ValueError, TypeError, LookupError):
             return RunningRanks([], [], 0)
-        return RunningRanks(facts, silent, count)
+        if not COUNT(count) or not all(map(row_of(COUNT, COUNT, FLAG, NAME), rows)):
+            return RunningRanks([], [], 0)
+        return RunningRanks(facts, [dict(zip(_SILENT, row, strict=True)) for row in rows], count)
 
 
 _SILENT = ("rank", "pid", "can_answer", "node")
