@@ -260,6 +260,28 @@ def test_the_page_of_a_job_says_how_it_is_until_it_ends(launch, worker_script, l
         browser.next()
 
 
+def test_the_page_of_a_failed_job_shows_which_rank_failed_and_which_was_stopped(
+    launch, worker_script, listen
+):
+    job = launch("--health-check-port=0", "--nproc-per-node=2", worker_script(WAITS))
+    port = port_of(job)
+    found = job.wait_for_lines(r"here (\d+) (\d+)\.", 2)
+    pids = {int(line[1]): int(line[2]) for line in found}
+    browser = listen(port)
+    view = wait_until(lambda: browser.next()["view"], lambda view: view["state"] == "running")
+    assert view["commands"]
+    os.kill(pids[1], signal.SIGKILL)
+    assert job.wait() == 1
+    view = wait_until(lambda: browser.next()["view"], lambda view: view["state"] == "failed")
+    assert [letter for letter, _ in view["rows"]] == ["s", "F"]
+    assert view["remarks"] == [
+        ["bad", f"cause: rank 1 (pid {pids[1]}) in attempt 0: died by SIGKILL"],
+        ["bad", "rank 1: died by SIGKILL"],
+        ["note", "rank 0: stopped by elasticrs"],
+    ]
+    assert view["commands"] == []
+
+
 def test_the_page_shows_the_ranks_of_all_nodes(launch, worker_script, listen):
     options = (*meeting(), "--nproc-per-node=1", "--health-check-port=0")
     jobs = [launch(*options, worker_script(WAITS)) for _ in range(2)]

@@ -107,7 +107,15 @@ def test_an_error_in_an_order_is_answered_and_told():
     assert "AttributeError" in job.said[-1]
 
 
-WORKER = {"rank": 1, "local_rank": 0, "role_rank": 1, "pid": 7, "state": "RUNNING", "exitcode": None}
+WORKER = {
+    "rank": 1,
+    "local_rank": 0,
+    "role_rank": 1,
+    "pid": 7,
+    "state": "RUNNING",
+    "exitcode": None,
+    "was_stopped": False,
+}
 WORKER |= {"training": None, "progress": None}
 PROGRESS = {"step": 3, "counts": "keep", "age_seconds": 0.5}
 
@@ -123,6 +131,8 @@ PROGRESS = {"step": 3, "counts": "keep", "age_seconds": 0.5}
         ({"pid": 1.5}, False),
         ({"state": "\ud800"}, False),
         ({"state": []}, False),
+        ({"was_stopped": True}, True),
+        ({"was_stopped": 1}, False),
         ({"exitcode": "x"}, False),
         ({"exitcode": True}, False),
         ({"progress": "x"}, False),

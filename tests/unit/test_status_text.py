@@ -63,10 +63,30 @@ def status(workers, **fields):
 def test_the_sentence_says_how_the_job_is():
     found = sentence(status([worker(0, step=18412, age=0.25), worker(1, step=18411, age=0.5)]))
     assert found == (
-        "train.py (job llama): running with 4 ranks on 2 nodes, step 18,412, 0.2 s ago, for 7.2 s,"
+        "train.py (job llama): running with 4 ranks on 2 nodes for 7.2 s, step 18,412 (0.2 s ago),"
         " 1 of 3 restarts used"
     )
-    assert sentence(status([], group=None, state="INIT")).startswith("train.py (job llama): starting, for")
+    assert sentence(status([], group=None, state="INIT")).startswith("train.py (job llama): starting for")
+    failed = sentence(
+        status([worker(0, step=278, age=5.9)], group={"world_size": 1, "workers": 2}, state="FAILED")
+    )
+    assert failed.startswith(
+        "train.py (job llama): failed with 2 ranks after 7.2 s, last step 278 (5.9 s ago), 1"
+    )
+
+
+@pytest.mark.parametrize(
+    ("run_id", "shown"),
+    [
+        ("0b9a5f2e-7c41-4d3b-9a57-3f0d8e6c1b22", "0b9a5f2e"),
+        ("0b9a5f2e-7c41-4d3b-9a57-3f0d8e6c1bXX", "0b9a5f2e-7c41-4d3b-9a57-3f0d8e6c1bXX"),
+        ("llama-1", "llama-1"),
+    ],
+)
+def test_a_run_id_that_is_a_uuid_is_shortened(run_id, shown):
+    found = status([worker(0)], job={"name": "/a/train.py", "run_id": run_id, "max_restarts": 3})
+    assert sentence(found).startswith(f"train.py (job {shown}): running")
+    assert row(7, found)[0] == shown
 
 
 def told(rank, number, counts, age=0.25, **fields):
@@ -85,14 +105,14 @@ def told(rank, number, counts, age=0.25, **fields):
 def test_steps_of_the_attempt_are_named_once_the_job_has_restarted(counts, attempt, expected):
     found = status([told(0, 9, counts, step=3)], attempt=attempt)
     assert row(7, found)[5:7] == (expected, "0.2 s")
-    assert f", step {expected}, 0.2 s ago, " in sentence(found)
+    assert f", step {expected} (0.2 s ago), " in sentence(found)
     assert ranks_table(found)[1].endswith(f"running  {expected.ljust(4)}  0.2 s")
 
 
 def test_a_step_of_keep_comes_before_those_of_the_attempt_and_may_have_no_age():
     found = status([told(0, 7, "keep", None), told(1, 90, "optimizer", None)])
     assert row(7, found)[5:7] == ("7", "-")
-    assert ", step 7, for " in sentence(found)
+    assert ", step 7, 1 of " in sentence(found)
     assert remarks(found) == []
 
 
@@ -124,9 +144,11 @@ def test_ranks_of_other_nodes_are_shown_with_their_nodes():
         ["1", "n2"],
         ["2", "n1"],
     ]
-    assert lines[3].endswith("9     2.5 s")
+    assert lines[0].endswith("AS OF")
+    assert lines[1].endswith("  now")
+    assert lines[3].endswith("9     2.5 s      2.0 s ago")
     assert lines[4] == "and 1 rank of which other nodes have not told yet"
-    assert ", step 12, 0.5 s ago, " in sentence(found)
+    assert ", step 12 (0.5 s ago), " in sentence(found)
     assert "rank 1: stopped by a signal; kill -CONT 101 on n2 continues it" in remarks(found)
     many = {**told, "workers": [worker(rank) for rank in range(4, 30)]}
     assert [
@@ -157,7 +179,7 @@ def test_a_failure_a_stuck_agent_and_missing_progress_are_told_in_the_order_of_t
     )
     assert found == [
         "the agent does not work: its loop hangs (its pid is 7)",
-        "no progress for 6.1 s; see elasticctl stacks",
+        "no progress for 6.1 s; see elasticctl stacks --job 7",
         "last failure: rank 3 (pid 9) in attempt 0: exited with code 1: ValueError: x?[2J",
     ]
 
@@ -165,7 +187,7 @@ def test_a_failure_a_stuck_agent_and_missing_progress_are_told_in_the_order_of_t
 @pytest.mark.parametrize("has_files", [True, False])
 def test_the_log_folder_is_told_if_it_has_log_files(has_files):
     found = remarks(status([], log_folder="/tmp/run", has_log_files=has_files))
-    assert found == (["logs in /tmp/run; see elasticctl logs"] if has_files else [])
+    assert found == (["logs in /tmp/run; see elasticctl logs --job 7"] if has_files else [])
 
 
 def test_of_many_ranks_the_most_urgent_are_in_the_table_and_all_have_a_letter():
@@ -181,6 +203,66 @@ def test_of_many_ranks_the_most_urgent_are_in_the_table_and_all_have_a_letter():
     grid = letters(status(workers))
     assert "".join(line[7:] for line in grid[1:5]) == "b" * 20 + "." * 180 + "Fp" + "." * 54
     assert letters(status(workers[:MAX_SHOWN])) == []
+
+
+def test_a_failed_rank_comes_before_those_that_elasticrs_stopped_and_after_the_cause():
+    killed = {"state": "EXITED", "exitcode": -9, "was_stopped": False}
+    stopped = {"state": "EXITED", "exitcode": -15, "was_stopped": True}
+    workers = [worker(0, **stopped), worker(1, **killed), worker(2, **stopped)]
+    failure = {
+        "rank": 1,
+        "pid": 101,
+        "attempt": "1",
+        "what": "died by SIGKILL",
+        "exception": None,
+        "time_ms": 1,
+    }
+    found = status(workers, state="UNHEALTHY", last_failure=failure, earlier_failures=[])
+    assert remarks(found) == [
+        "cause: rank 1 (pid 101) in attempt 1: died by SIGKILL",
+        "rank 1: died by SIGKILL",
+        "ranks 0, 2: stopped by elasticrs",
+    ]
+    assert [letter for letter, _ in page(found)["rows"]] == ["s", "F", "s"]
+    assert [line.split()[2] for line in ranks_table(found)[1:4]] == ["stopped", "exited", "stopped"]
+
+
+@pytest.mark.parametrize("state", ["SUCCEEDED", "FAILED"])
+def test_at_the_end_the_page_tells_the_outcome_the_cause_and_the_logs_but_nothing_to_do(state):
+    failed = state == "FAILED"
+    ended = {"state": "EXITED", "exitcode": int(failed), "was_stopped": False}
+    failure = {"rank": 0, "pid": 100, "attempt": "1", "what": "exited with code 1", "exception": None}
+    found = status(
+        [worker(0, **ended)],
+        state=state,
+        no_progress={"what": "no progress for 6.1 s"},
+        last_failure=failure | {"time_ms": 1} if failed else None,
+        earlier_failures=[],
+        log_folder="/tmp/run",
+        has_log_files=True,
+    )
+    shown = page(found)
+    assert shown["commands"] == []
+    cause = [
+        ("bad", "cause: rank 0 (pid 100) in attempt 1: exited with code 1"),
+        ("bad", "rank 0: exited with code 1"),
+    ]
+    assert shown["remarks"] == [*(cause if failed else []), ("note", "logs in /tmp/run")]
+
+
+def test_at_the_end_a_cause_on_another_node_is_told():
+    cause = {"rank": 3, "node": "n1", "round": 0, "what": "rank 3 on node n1 died by SIGKILL"}
+    found = status([], state="FAILED", cause=cause)
+    assert remarks(found) == ["cause: rank 3 on node n1 died by SIGKILL"]
+    assert remarks(found | {"state": "HEALTHY"}) == []
+
+
+def test_the_page_says_which_signals_checkpoint_and_stop_send():
+    commands = {
+        command.split()[1]: what for command, what in page(status([], earlier_failures=[]))["commands"]
+    }
+    assert "SIGUSR1" in commands["checkpoint"]
+    assert "SIGTERM" in commands["stop"]
 
 
 @pytest.mark.parametrize("ranks", [1, MAX_SHOWN + 1])

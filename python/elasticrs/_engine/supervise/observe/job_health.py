@@ -413,6 +413,12 @@ def workers_of(attempt: Attempt, progress: Mapping[int, dict[str, Any]]) -> list
             "pid": pid,
             "state": state if exited is None else "EXITED",
             "exitcode": None if exited is None else exited.exitcode,
+            # elasticrs also signals a failed worker that does not end.
+            "was_stopped": (
+                exited is not None
+                and exited.sent_signal is not None
+                and each.local_rank != attempt.first_failure
+            ),
             "training": None,
             "progress": progress.get(each.local_rank),
         })  # fmt: skip

@@ -5,9 +5,17 @@ check server's page. Does no input or output itself.
 from __future__ import annotations
 
 import os
+from string import hexdigits
 from typing import TYPE_CHECKING
 
-from elasticrs._engine.job.phrases import attempt_text, duration, local_time, printable, ranks_text
+from elasticrs._engine.job.phrases import (
+    attempt_text,
+    duration,
+    how_it_ended,
+    local_time,
+    printable,
+    ranks_text,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -33,6 +41,18 @@ def state_of(status: Mapping[str, Any]) -> str:
     return _STATES.get(state, state)
 
 
+def _has_ended(status: Mapping[str, Any]) -> bool:
+    return status["state"] in ("SUCCEEDED", "FAILED")
+
+
+def _short_id(job: Mapping[str, Any]) -> str:
+    """Return a job's run id, or only the first 8 characters of a UUID. ``elasticctl --job`` takes both."""
+    run_id = str(job["run_id"])
+    parts = run_id.split("-")
+    is_uuid = list(map(len, parts)) == [8, 4, 4, 4, 12] and set("".join(parts).lower()) <= set(hexdigits)
+    return parts[0] if is_uuid else printable(run_id, 40)
+
+
 def table(rows: Sequence[Sequence[str]]) -> list[str]:
     """Return lines of text with the cells of ``rows`` in aligned columns. The first row has the titles."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -50,7 +70,7 @@ def row(pid: int, status: Mapping[str, Any] | None) -> tuple[str, ...]:
     job, group = status["job"], status["group"] or {}
     last, age = last_step(status)
     return (
-        printable(str(job["run_id"]), 40),
+        _short_id(job),
         printable(os.path.basename(str(job["name"])), 40),
         state_of(status),
         str(group.get("world_size", UNKNOWN)),
@@ -119,7 +139,7 @@ def sentence(status: Mapping[str, Any]) -> str:
 
 def title(status: Mapping[str, Any]) -> str:
     job = status["job"]
-    return f"{printable(os.path.basename(str(job['name'])))} (job {printable(str(job['run_id']))})"
+    return f"{printable(os.path.basename(str(job['name'])))} (job {_short_id(job)})"
 
 
 def _how(status: Mapping[str, Any]) -> str:
@@ -129,12 +149,14 @@ def _how(status: Mapping[str, Any]) -> str:
         nodes, ranks = group["world_size"], group["workers"]
         parts[0] += f" with {ranks} rank{'s' if ranks != 1 else ''}"
         parts[0] += f" on {nodes} nodes" if nodes != 1 else ""
+    has_ended = _has_ended(status)
+    parts[0] += f" {'after' if has_ended else 'for'} {duration(status['agent']['uptime_seconds'])}"
     last, age = last_step(status)
     if last:
-        parts.append(f"step {_step_text(last, status)}{'' if age is None else f', {duration(age)} ago'}")
+        since = "" if age is None else f" ({duration(age)} ago)"
+        parts.append(f"{'last step' if has_ended else 'step'} {_step_text(last, status)}{since}")
     elif age is not None:
         parts.append("before its first step")
-    parts.append(f"for {duration(status['agent']['uptime_seconds'])}")
     parts.append(f"{status['restarts']} of {status['job']['max_restarts']} restarts used")
     return ", ".join(parts)
 
@@ -147,23 +169,36 @@ def remarks(status: Mapping[str, Any]) -> list[str]:
 def _weighed_remarks(status: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Return pairs: how serious a remark is (``bad``, ``warn`` or ``note``), and its text for the user."""
     found = []
-    agent = status["agent"]
+    agent, has_ended = status["agent"], _has_ended(status)
+    job = f"--job {agent['pid']}"
     if not agent["alive"]:
         found.append(("bad", f"the agent does not work: {agent['reason']} (its pid is {agent['pid']})"))
-    if status["no_progress"]:
+    if status["no_progress"] and not has_ended:
         what = printable(str(status["no_progress"]["what"]), 1000)
-        found.append(("bad", f"{what}; see elasticctl stacks"))
+        found.append(("bad", f"{what}; see elasticctl stacks {job}"))
+    cause = _cause(status)
+    if cause is not None:
+        found.append(("bad", f"cause: {cause}"))
     found += _odd_ranks(status)
     slowest = status["slowest"]
-    if slowest:
+    if slowest and not has_ended:
         rates = f"{slowest['rate']:.2f} steps/s (median {slowest['median']:.2f})"
         found.append(("warn", f"slowest: rank {slowest['rank']}, {rates}"))
-    if status["last_failure"]:
+    if status["last_failure"] and cause is None:
         found.append(("note", f"last failure: {_failure(status['last_failure'])}"))
     if status["log_folder"] and status["has_log_files"]:
         folder = printable(str(status["log_folder"]), 1000)
-        found.append(("note", f"logs in {folder}; see elasticctl logs"))
+        found.append(("note", f"logs in {folder}" + ("" if has_ended else f"; see elasticctl logs {job}")))
     return found
+
+
+def _cause(status: Mapping[str, Any]) -> str | None:
+    """Return why the current attempt has failed or, at the end, the job; ``None`` if neither has failed."""
+    cause, last = status.get("cause"), status["last_failure"]
+    if status["state"] == "FAILED" and cause and cause["node"] != status["host"]:
+        return printable(str(cause["what"]), 1000)
+    has_failed = status["state"] in ("UNHEALTHY", "FAILED")
+    return _failure(last) if has_failed and last and last["attempt"] == status["attempt"] else None
 
 
 def _failure(failure: Mapping[str, Any]) -> str:
@@ -178,11 +213,12 @@ LETTERS = {
     "b": "steps behind",
     "p": "stopped by a signal",
     "x": "exited",
+    "s": "stopped by elasticrs",
     "F": "failed",
 }
 """The letters that stand for the states of ranks where there is no room for words."""
-_MOST_URGENT = "Fpxbn."
-_WEIGHTS = {"b": "warn", "p": "warn", "x": "note", "F": "bad"}
+_MOST_URGENT = "Fpxbsn."
+_WEIGHTS = {"b": "warn", "p": "warn", "x": "note", "s": "note", "F": "bad"}
 
 
 def _looks(status: Mapping[str, Any], workers: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
@@ -190,12 +226,14 @@ def _looks(status: Mapping[str, Any], workers: Sequence[Mapping[str, Any]]) -> l
     The text is empty for a rank that runs and is not more than one step behind the others.
     """
     most = _most_steps(workers)
-    found, normal = [], "n" if status["no_progress"] else "."
+    found, normal = [], "n" if status["no_progress"] and not _has_ended(status) else "."
     for worker in workers:
         state, told, look = worker["state"], _progress(worker), (normal, "")
         step = told.get("step")
-        if state == "EXITED":
-            look = "F" if worker["exitcode"] else "x", f"exited with code {worker['exitcode']}"
+        if state == "EXITED" and worker.get("was_stopped"):
+            look = "s", LETTERS["s"]
+        elif state == "EXITED":
+            look = "F" if worker["exitcode"] else "x", how_it_ended(worker["exitcode"])
         elif state == "PAUSED":
             where = f" on {printable(str(worker['node']))}" if _shows_nodes(status) else ""
             look = "p", f"stopped by a signal; kill -CONT {worker['pid']}{where} continues it"
@@ -223,15 +261,18 @@ def _most_steps(workers: Sequence[Mapping[str, Any]]) -> dict[tuple[bool, float]
 
 
 def _odd_ranks(status: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return pairs for ranks that do not run or are steps behind: how serious that is, and a text."""
+    """Return pairs for ranks that do not run or are steps behind: how serious that is, and a text. At the end
+    of the job, leave out the ranks that have exited with code 0.
+    """
     workers = all_workers(status)
     by_look: dict[tuple[str, str], list[int]] = {}
     for worker, look in zip(workers, _looks(status, workers), strict=True):
-        if look[1] and worker["rank"] is not None:
+        is_odd = look[1] and not (look[0] == "x" and _has_ended(status))
+        if is_odd and worker["rank"] is not None:
             by_look.setdefault(look, []).append(worker["rank"])
     found = [
         (_WEIGHTS[letter], f"{ranks_text(sorted(ranks), 8)}: {what}")
-        for (letter, what), ranks in by_look.items()
+        for (letter, what), ranks in sorted(by_look.items(), key=lambda each: _MOST_URGENT.index(each[0][0]))
     ]
     return found[:MAX_SHOWN]
 
@@ -256,7 +297,8 @@ def ranks_table(status: Mapping[str, Any]) -> list[str]:
 
 
 def _rank_titles(status: Mapping[str, Any]) -> tuple[str, ...]:
-    return ("RANK", *(("NODE",) if _shows_nodes(status) else ()), "PID", "STATE", "STEP", "LAST STEP")
+    titles = ("PID", "STATE", "STEP", "LAST STEP")
+    return ("RANK", "NODE", *titles, "AS OF") if _shows_nodes(status) else ("RANK", *titles)
 
 
 def _rank_rows(status: Mapping[str, Any]) -> list[tuple[str, tuple[str, ...]]]:
@@ -268,14 +310,16 @@ def _rank_rows(status: Mapping[str, Any]) -> list[tuple[str, tuple[str, ...]]]:
     rows: list[tuple[str, tuple[str, ...]]] = []
     for worker, letter in found[:MAX_SHOWN]:
         told = _progress(worker)
-        age = told.get("age_seconds")
+        age, shows_nodes = told.get("age_seconds"), _shows_nodes(status)
+        told_seconds = worker["told_seconds"]
         cells = (
             UNKNOWN if worker["rank"] is None else str(worker["rank"]),
-            *((printable(str(worker["node"]), 40),) if _shows_nodes(status) else ()),
+            *((printable(str(worker["node"]), 40),) if shows_nodes else ()),
             str(worker["pid"]),
-            str(worker["state"]).lower(),
+            "stopped" if letter == "s" else str(worker["state"]).lower(),
             _step_text(told, status),
             UNKNOWN if age is None else duration(age),
+            *((f"{duration(told_seconds)} ago" if told_seconds else "now",) if shows_nodes else ()),
         )
         rows.append((letter, cells))
     return rows
@@ -329,7 +373,7 @@ def page(status: Mapping[str, Any]) -> dict[str, Any]:
         "failures": [
             (local_time(failure["time_ms"] * 1_000_000), _failure(failure)) for failure in failures if failure
         ],
-        "commands": _commands(status),
+        "commands": [] if _has_ended(status) else _commands(status),
     }
 
 
@@ -352,9 +396,9 @@ def _commands(status: Mapping[str, Any]) -> list[tuple[str, str]]:
     found = [
         ("stacks", "where each rank is, and who waits for whom"),
         ("logs -f", "what the ranks print"),
-        ("checkpoint", "all ranks save after the same step, and go on"),
+        ("checkpoint", "ask the ranks to save (SIGUSR1 after the same step); they go on"),
         ("restart", "restart all workers; this costs no restart"),
         *([("drain NODE", "a node leaves, and the others go on")] if has_nodes else []),
-        ("stop", "all ranks save after the same step, and end"),
+        ("stop", "ask the ranks to save and end (SIGTERM); SIGKILL after --shutdown-timeout"),
     ]
     return [(f"elasticctl {command} {job}", what) for command, what in found]

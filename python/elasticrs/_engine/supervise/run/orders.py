@@ -20,6 +20,7 @@ from elasticrs._engine.job.value import Value
 from elasticrs._engine.nodes.calls import MAX_ANSWER
 from elasticrs._engine.nodes.protocol.records import (
     COUNT,
+    FLAG,
     INT,
     NAME,
     SPAN,
@@ -475,6 +476,7 @@ _WORKER: dict[str, Check] = {
     "pid": COUNT,
     "state": one_of("RUNNING", "PAUSED", "EXITED"),
     "exitcode": optional(WHOLE),
+    "was_stopped": FLAG,
     "progress": optional(lambda value: _has(value, _PROGRESS)),
 }
 _NODE: dict[str, Check] = {"node": NAME, "workers": list_of(lambda value: _has(value, _WORKER), MAX_ANSWER)}
