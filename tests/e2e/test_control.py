@@ -282,8 +282,10 @@ def test_followed_logs_go_on_with_the_next_attempt_until_the_job_ends(
     pids = {each["rank"]: each["pid"] for each in status_of(sockets, job)["workers"]}
     environ = {**os.environ, "ELASTICRS_CONTROL_DIR": str(sockets)}
     command = [sys.executable, "-m", "elasticrs.ctl", "logs", "-f", "-r", "0", "-n", "1"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, env=environ, text=True) as client:
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdout=pipe, stderr=pipe, env=environ, text=True) as client:
         assert client.stdout is not None
+        assert client.stderr is not None
         assert client.stdout.readline() == "out 19 of attempt 1\n"
         os.kill(pids[1], signal.SIGKILL)
         wait_until(lambda: len(list(tmp_path.glob("here*.2"))), (2).__eq__)
@@ -293,6 +295,7 @@ def test_followed_logs_go_on_with_the_next_attempt_until_the_job_ends(
         for pid in pids.values():
             os.kill(pid, signal.SIGUSR1)
         assert client.stdout.read().splitlines()[-1] == "the end"
+        assert client.stderr.read().endswith(f"pid {job.pid}) has ended: succeeded\n")
         assert client.wait(procs.HANG) == 0
     assert job.wait() == 0
 
@@ -569,10 +572,21 @@ def test_the_watch_shows_the_job_on_the_terminal_and_its_keys_act(start, sockets
     terminal.until("t stacks")
     terminal.type("sy")
     terminal.until("stopping the job")
-    terminal.until("has ended")
+    terminal.until("has ended: stopped")
     assert job.wait() == 1
     assert terminal.end() == (0, True)
     assert asked("status", "--watch")[0] in (2, 4)
+
+
+def test_the_watch_of_a_job_that_fails_tells_the_cause(start, sockets):
+    job = start(source=WAITS + "raise ValueError('on request')", nproc=1)
+    terminal = Terminal("status", "--watch", sockets=sockets)
+    terminal.until("t stacks")
+    os.kill(status_of(sockets, job)["workers"][0]["pid"], signal.SIGUSR1)
+    terminal.until("has ended: failed; rank 0 (pid ")
+    terminal.until("ValueError: on request")
+    assert job.wait() == 1
+    assert terminal.end() == (1, True)
 
 
 @pytest.mark.privileged

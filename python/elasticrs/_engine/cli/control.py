@@ -11,7 +11,15 @@ import time
 from contextlib import closing, contextmanager
 from typing import TYPE_CHECKING
 
-from elasticrs._engine.cli.control_client import ANSWER_LIMIT, Problem, choose, find, no_jobs, why_silent
+from elasticrs._engine.cli.control_client import (
+    ANSWER_LIMIT,
+    Outcome,
+    Problem,
+    choose,
+    find,
+    no_jobs,
+    why_silent,
+)
 from elasticrs._engine.job.phrases import attempt_text, duration
 from elasticrs._engine.process.console import visible
 from elasticrs._engine.supervise.observe.status_text import TITLES, ranks_table, remarks, row, sentence, table
@@ -129,12 +137,15 @@ def _status(options: argparse.Namespace) -> int:
         from elasticrs._engine.cli.watch import Watch
 
         with _agent_end(agent) as end:
+            outcome = Outcome(agent)
             try:
                 Watch(agent, status).run()
             except Problem:
                 if not select.select([end], [], [], ANSWER_LIMIT)[0]:
                     raise
-                _print([f"{agent.title} has ended"])
+                code, line = outcome.tell()
+                _print([line])
+                return code
     elif options.json:
         _print([json.dumps(status, indent=2)])
     else:
@@ -151,10 +162,14 @@ def _logs(options: argparse.Namespace) -> int:
         lines.print_new()
         if options.follow:
             with _agent_end(agent) as end:
+                outcome = Outcome(agent)
                 while not select.select([end], [], [], 0 if lines.print_new() else _LOOK)[0]:
                     lines.follow_attempts()
             while lines.print_new():
                 continue
+            code, line = outcome.tell()
+            _tell(line)
+            return code
     return DONE
 
 

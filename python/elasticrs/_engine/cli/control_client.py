@@ -9,14 +9,15 @@ import os
 import socket
 import struct
 from contextlib import closing, suppress
+from threading import Thread
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from elasticrs._engine.process.control_socket import PLACE, PREFIX, SUFFIX, check_folder, folder_of
 from elasticrs._engine.process.other_processes import read_state
-from elasticrs._engine.supervise.run.orders import FAILED, NO_JOB, REFUSED, USAGE
+from elasticrs._engine.supervise.run.orders import DONE, FAILED, NO_JOB, REFUSED, USAGE
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
 ANSWER_LIMIT = 5.0
 """Maximum seconds to wait for an agent's answer."""
@@ -101,6 +102,46 @@ class Agent(NamedTuple):
                     yield json.loads(line)
         except (OSError, ValueError, http.client.HTTPException) as error:
             raise Problem(FAILED, f"{self.title}: no answer from the agent: {_why(error)}") from None
+
+
+class Outcome:
+    """The outcome of a job, which its agent tells when it ends to all clients that receive the texts of its
+    status page. A thread receives them.
+    """
+
+    def __init__(self, agent: Agent) -> None:
+        self._title = agent.title
+        self._told: dict[str, Any] = {}
+        self._thread = Thread(target=self._receive, args=(_texts(agent.path),), daemon=True)
+        self._thread.start()
+
+    def _receive(self, lines: Iterable[bytes]) -> None:
+        with suppress(OSError, ValueError, http.client.HTTPException):
+            for line in lines:
+                if line.startswith(b"data:"):
+                    self._told = json.loads(line.removeprefix(b"data:"))["view"] or {}
+
+    def tell(self) -> tuple[int, str]:
+        """Return the exit code of ``elasticctl`` and a line about the outcome, after the agent has ended."""
+        self._thread.join(ANSWER_LIMIT)
+        state, failures = self._told.get("state"), self._told.get("failures") or ()
+        ended = f"{self._title} has ended"
+        if state in ("succeeded", "stopped"):
+            return DONE, f"{ended}: {state}"
+        if state != "failed":
+            return DONE, ended  # The agent was killed, or already served as many clients as it can.
+        return FAILED, f"{ended}: failed{f'; {failures[-1][1]}' if failures else ''}"
+
+
+def _texts(path: str) -> Iterable[bytes]:
+    """Ask an agent to send each new text of its status page. Return the lines that come until it ends."""
+    with suppress(OSError, http.client.HTTPException), closing(Connection(path, ANSWER_LIMIT)) as connection:
+        connection.request("GET", "/status/stream")
+        stream, response = connection.sock, connection.getresponse()
+        stream.settimeout(None)
+        if response.status == 200:
+            return response
+    return ()
 
 
 def read_status(path: str) -> dict[str, Any]:

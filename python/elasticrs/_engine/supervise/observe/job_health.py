@@ -70,6 +70,7 @@ class HealthObserver(Observer):
         self._attempt: Attempt | None = None
         self._ranks: dict[int, int | None] = {}
         self._result: JobResult | None = None
+        self._outcome: str | None = None
         self._shown_budget = 0, 0
         self._last_failure: dict[str, Any] | None = None
         self._earlier_failures: deque[dict[str, Any]] = deque(maxlen=MAX_EARLIER_FAILURES)
@@ -211,6 +212,8 @@ class HealthObserver(Observer):
     def ended(self, result: JobResult, error: BaseException | None) -> None:
         public("metrics.api.remove_sink")(self._native.put)
         has_succeeded = error is None and result.phase is Phase.SUCCEEDED
+        was_stopped = error is None and result.phase is Phase.STOPPED
+        self._outcome = "succeeded" if has_succeeded else "stopped" if was_stopped else "failed"
         self._enter_state("SUCCEEDED" if has_succeeded else "FAILED")
         self._server.stop()
 
@@ -341,6 +344,7 @@ class HealthObserver(Observer):
                 "restart_window": job.restart_settings.window,
             },
             "state": "NO_PROGRESS" if self._state == "HEALTHY" and self._no_progress else self._state,
+            "outcome": self._outcome,
             "round": None if attempt is None else attempt.round,
             "attempt": None if attempt is None else attempt.name,
             "warm": None if attempt is None else attempt.warm,

@@ -37,7 +37,7 @@ UNKNOWN = "-"
 
 
 def state_of(status: Mapping[str, Any]) -> str:
-    state = str(status.get("state"))
+    state = str(status.get("outcome") or status.get("state"))
     return _STATES.get(state, state)
 
 
