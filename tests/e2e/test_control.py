@@ -354,6 +354,13 @@ def test_drain_leaves_the_other_nodes_running_and_never_goes_below_the_minimum(
     agents, own = on_nodes(launch, worker_script, sockets, "2:3", 3), os.uname().nodename
     code, text = asked("drain", "elsewhere", f"--job={agents[0].pid}")
     assert (code, own in text) == (2, True)
+    ranks = [rank_of(sockets, agent) for agent in agents]
+    for question in ("ps", "stop"):
+        text = asked(question)[1]
+        assert all(
+            re.search(rf"{each.pid}\) with group rank {rank}|group rank {rank}\).* {each.pid}\n", text)
+            for each, rank in zip(agents, ranks, strict=True)
+        ), text
     code, text = asked("drain", own, f"--job={agents[0].pid}")
     assert (code, f"3 nodes are named {own}: choose a group rank" in text) == (2, True)
     for drained in agents:

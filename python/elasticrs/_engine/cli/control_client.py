@@ -217,13 +217,21 @@ def choose(agents: Sequence[Agent], wanted: str | None) -> Agent:
         found = [agent for agent in agents if agent.is_named(wanted)]
     if len(found) == 1:
         return found[0]
-    shown = [agent.title if agent.status is not None else f"pid {agent.pid}" for agent in found or agents]
+    shown = [_listed(agent) for agent in found or agents]
     listed = "; ".join(shown[:20]) + ("" if len(shown) <= 20 else f"; and {len(shown) - 20} more")
     if found:
         raise Problem(USAGE, f"{len(found)} jobs on this machine, choose one with --job PID: {listed}")
     if agents:
         raise Problem(NO_JOB, f"no job {wanted!r} on this machine; there is {listed}")
     raise Problem(NO_JOB, no_jobs())
+
+
+def _listed(agent: Agent) -> str:
+    if agent.status is None:
+        return f"pid {agent.pid}"
+    group = agent.status["group"] or {}
+    nodes = group.get("world_size", 1)
+    return agent.title + (f" with group rank {group['rank']} of {nodes} nodes" if nodes > 1 else "")
 
 
 def no_jobs() -> str:

@@ -73,7 +73,7 @@ def row(pid: int, status: Mapping[str, Any] | None) -> tuple[str, ...]:
         _short_id(job),
         printable(os.path.basename(str(job["name"])), 40),
         state_of(status),
-        str(group.get("world_size", UNKNOWN)),
+        _nodes_text(group),
         str(group.get("workers", UNKNOWN)),
         _step_text(last, status),
         UNKNOWN if age is None else duration(age),
@@ -81,6 +81,11 @@ def row(pid: int, status: Mapping[str, Any] | None) -> tuple[str, ...]:
         f"{status['restarts']} of {job['max_restarts']}",
         str(pid),
     )
+
+
+def _nodes_text(group: Mapping[str, Any]) -> str:
+    nodes, rank = group.get("world_size", UNKNOWN), group.get("rank")
+    return str(nodes) if nodes == 1 or rank is None else f"{nodes} (here: group rank {rank})"
 
 
 def all_workers(status: Mapping[str, Any]) -> list[dict[str, Any]]:
