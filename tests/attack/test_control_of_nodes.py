@@ -71,3 +71,21 @@ def test_a_command_ends_if_the_leader_dies_while_an_agent_does_not_answer(agents
     assert re.search(r"SIGUSR1 sent to 3 ranks at once", text)
     assert asked("stop", "--now", f"--job={asker.pid}")[0] == 0
     assert [agent.wait() for agent in (silent, *rest)] == [1, 1, 1]
+
+
+def test_a_drain_is_refused_if_the_workers_are_restarted_while_it_waits_for_an_agent(agents, asked):
+    (leader, silent, *rest), sockets = agents
+    every = [leader, silent, *rest]
+    wait_until(lambda: is_whole(sockets, every))
+    asker = rest[0]
+    os.kill(silent.pid, signal.SIGSTOP)
+    command = [sys.executable, "-m", "elasticrs.ctl", "drain", "nowhere", f"--job={asker.pid}"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as client:
+        asker.wait_for_line(rf"elasticctl \(user {os.geteuid()}, pid {client.pid}\): drain", "stderr")
+        assert asked("restart", "--no-wait", f"--job={leader.pid}")[0] == 0
+        text, _ = client.communicate(timeout=procs.HANG)
+    assert (client.returncode, "no workers are running now" in text) == (5, True), text
+    os.kill(silent.pid, signal.SIGCONT)
+    wait_until(lambda: is_whole(sockets, every))
+    assert asked("stop", "--now", f"--job={asker.pid}")[0] == 0
+    assert [agent.wait() for agent in every] == [1, 1, 1, 1]
