@@ -114,6 +114,12 @@ def test_stop_ends_the_job_and_waits_for_its_end(start, asked, options, source, 
     assert ("SIGTERM sent to 2 ranks at once" in text) != killed
     assert job.wait() == 1
     assert f"elasticctl (user {os.geteuid()}, pid {os.getpid()}): stop" in job.stderr
+    order = " ".join(("stop", *options))
+    assert f"stopped by elasticctl {order} after" in job.stderr
+    assert job.stderr.count(f"elasticctl {order}: SIG") == 1
+    assert "second stop request" not in job.stderr
+    assert "SIGTERM received" not in job.stderr
+    assert "another request" not in job.stderr
     assert asked("status") == (4, "elasticctl: no job of this user on this machine\n") or "other" in text
 
 
@@ -378,6 +384,17 @@ def test_drain_leaves_the_other_nodes_running_and_never_goes_below_the_minimum(
         assert (code, "needs 2 (--nnodes)" in text or "hosts" in text) == (5, True)
     assert asked("stop", f"--job={left[0].pid}")[0] == 0
     assert [agent.wait() for agent in left] == [1, 1]
+
+
+def test_a_stop_of_a_spare_says_that_the_job_on_the_other_nodes_ends(launch, worker_script, sockets, asked):
+    agents = on_nodes(launch, worker_script, sockets, "2", 2)
+    words = Path(f"/proc/{agents[0].pid}/cmdline").read_text().split("\0")
+    options = words[next(at for at, word in enumerate(words) if word.startswith("--nnodes")) : -1]
+    spare = launch(*options, env={"ELASTICRS_CONTROL_DIR": str(sockets)})
+    spare.wait_for_line("waiting as a spare", "stderr")
+    code, text = asked("stop", f"--job={spare.pid}")
+    assert (code, "stopping the job, which runs on 2 nodes without this one" in text) == (0, True), text
+    assert [agent.wait() for agent in (*agents, spare)] == [1, 1, 1]
 
 
 def test_restart_on_one_node_restarts_all_nodes(launch, worker_script, sockets, asked):

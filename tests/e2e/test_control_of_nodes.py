@@ -135,7 +135,7 @@ def test_a_stop_is_told_as_a_stop_on_all_nodes(nodes, asked, tmp_path, options, 
     assert asked("stop", *options, f"--job={job.agents[1].pid}")[0] == 0
     assert [agent.wait() for agent in job.agents] == [1, 1]
     for agent in job.agents:
-        assert re.search(r"\]: stopped(?: by SIGTERM)? after", agent.stderr), agent.stderr
+        assert re.search(r"\]: stopped(?: by elasticctl stop(?: --now)?)? after", agent.stderr), agent.stderr
         assert "verdict" not in agent.stderr
         assert "failed" not in agent.stderr
     assert json.loads((tmp_path / "report").read_text())["outcome"] == "stopped"

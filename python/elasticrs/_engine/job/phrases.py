@@ -175,10 +175,16 @@ def gone_with_the_job(*, has_folder: bool) -> str:
     return f"has ended with the job{advice}"
 
 
-def stop_line(asked: int | None, signum: int, grace: float, *, have_exited: bool = False) -> str:
+def stop_line(
+    asked: int | None, signum: int, grace: float, *, have_exited: bool = False, order: str = ""
+) -> str:
     """Report that signal ``asked`` stops the job, and that ``signum`` goes to the workers, if any are left.
     The workers are killed after ``grace`` seconds. After a second request to stop, the two signals differ.
     """
+    if order:
+        limit = f", SIGKILL in {grace:g} s" if asked == signum else ""
+        what = "no workers are running" if have_exited else f"{signal_name(signum)} to all workers{limit}"
+        return f"elasticctl {order}: {what}"
     if asked != signum:
         consequence = "no workers are running" if have_exited else f"{signal_name(signum)} to all workers"
         return f"second stop request: {consequence}"

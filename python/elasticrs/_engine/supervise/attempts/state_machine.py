@@ -238,11 +238,17 @@ class GroupEnded(Event):
         return self.why_stuck or self.found_unfit
 
 
+STOP_NOW = "stop --now"
+
+
 class SignalReceived(Event):
-    """The agent received a request to stop. ``ends_job``: on all nodes; ``None``: as configured."""
+    """The agent received a request to stop. ``ends_job``: on all nodes; ``None``: as configured. ``order``:
+    the command of ``elasticctl`` that asked for it; empty if a signal did.
+    """
 
     signum: int
     ends_job: bool | None = None
+    order: str = ""
 
 
 class RestartRequested(Event):

@@ -89,6 +89,11 @@ class Decisions(ABC):
         """Return the fields of the :class:`.Cause` of the last failed round across all nodes, if any."""
         return None
 
+    @property
+    def others_running(self) -> int:
+        """Number of nodes on which the job runs now without this node; 0 if this node takes part."""
+        return 0
+
     def node_names(self, *, asks: bool = False) -> Sequence[str] | None:  # noqa: ARG002 -- subclasses use it
         """Return the nodes' names by group rank; ``None`` if unknown. With ``asks``, then request them."""
         return (os.uname().nodename,)

@@ -116,6 +116,11 @@ class SeveralNodes(Decisions):
         self._require_driver().claim_drain(stays_out=stays_out, take=take)
 
     @property
+    def others_running(self) -> int:
+        head = None if self._driver is None else self._driver.last_head
+        return 0 if head is None or head.state != "RUNNING" or self._group_exists else head.size
+
+    @property
     def hosts_store(self) -> bool:
         return self._driver is not None and self._driver.store.hosts
 
@@ -223,7 +228,8 @@ class SeveralNodes(Decisions):
             what, ends_the_job, self.leaves = "this node leaves the job", False, True
         if self._group_exists:
             what += f"; {name} to the workers, SIGKILL in {self._job.shutdown_timeout:g} s{phrases.AGAIN}"
-        self._console.say(f"{name} received: {what}")
+        source = f"{name} received" if ends_job is None else "elasticctl"
+        self._console.say(f"{source}: {what}")
         return self._tell(messages.Leave(reason, close=ends_the_job))
 
     def _on_hang(self, event: machine.HangSeen) -> list[machine.Action]:

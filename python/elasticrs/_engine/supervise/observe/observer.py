@@ -273,7 +273,8 @@ class TerminalReporter(Observer):
             return
         how = "stopped" if result.phase is Phase.STOPPED else "failed"
         if result.signum is not None:
-            how = f"stopped by {phrases.signal_name(result.signum)}"
+            by = f"elasticctl {result.order}" if result.order else phrases.signal_name(result.signum)
+            how = f"stopped by {by}"
         attempts = result.attempts
         # If the file system does not respond, print the folder without checking that it contains files.
         run: str | None = attempts[-1].paths.run_folder

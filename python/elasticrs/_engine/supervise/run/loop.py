@@ -104,6 +104,7 @@ class Agent:
         self._begin_later: tuple[float, machine.Start, Attempt] | None = None
         self._agreed: AgreedSteps | None = None
         self._tell_stop: Tell | None = None
+        self._stop_order, self._is_asked_to_stop = "", False
         self._error: Exception | None = None
         self._delayed_until = _NEVER
         self._is_prepared = False
@@ -370,7 +371,9 @@ class Agent:
             event: the request.
             tell: function that is called once when the workers get the signal, but not if no workers run.
         """
-        self._tell_stop = tell
+        self._tell_stop, self._stop_order = tell, event.order
+        if not self._is_asked_to_stop:
+            self._is_asked_to_stop, self.result.order = True, event.order
         self._events.append(event)
         self._tracker.stop_waiting()
         if self._checking is not None:
@@ -400,11 +403,16 @@ class Agent:
         elif isinstance(action, machine.Start):
             self._start(action)
         elif isinstance(action, machine.Stop):
-            if not action.is_announced:
+            # For `stop --now`, only tell that the workers are killed.
+            if not action.is_announced and (
+                self._stop_order != machine.STOP_NOW or action.signum == signal.SIGKILL
+            ):
                 attempt = self._tracker.attempt
                 have_exited = attempt is not None and attempt.has_ended
                 asked = self._decisions.signum
-                line = phrases.stop_line(asked, action.signum, action.grace, have_exited=have_exited)
+                line = phrases.stop_line(
+                    asked, action.signum, action.grace, have_exited=have_exited, order=self._stop_order
+                )
                 self._console.say(line)
             self._stop(action)
         elif isinstance(action, machine.Replace):
@@ -438,7 +446,8 @@ class Agent:
     def _stop(self, action: machine.Stop) -> None:
         """Stop the workers. If nothing has failed, first let all ranks come to the end of the same step."""
         agreed, (tell, self._tell_stop) = self._agreed, (self._tell_stop, None)
-        if agreed is None or not action.is_planned or not self._can_agree():
+        is_agreed = action.is_planned and self._stop_order != machine.STOP_NOW
+        if agreed is None or not is_agreed or not self._can_agree():
             if agreed is not None:
                 agreed.end("another request to stop came")
             self._tracker.stop(action)

@@ -221,8 +221,11 @@ class Orders:
             raise Refused("the job is being stopped already; --now kills the workers at once")
         what = "the job" if self._decisions.can_end_job else "this node's part of the job"
         how = "its workers are being killed" if is_now else f"SIGTERM to its workers, {self._grace()}"
+        if others := self._decisions.others_running:
+            what += f", which runs on {others} node{'s' if others != 1 else ''} without this one"
         told = {"message": f"stopping {what}: {how}"}
-        event = machine.SignalReceived(signal.SIGTERM, ends_job=True)
+        name = machine.STOP_NOW if is_now else "stop"
+        event = machine.SignalReceived(signal.SIGTERM, ends_job=True, order=name)
         if not is_now and self._decisions.phase is machine.Phase.RUNNING:
             answer(told)
             self._agent.ask_to_stop(event, partial(_tell_delivery, answer, self._count()))
@@ -366,11 +369,13 @@ class Orders:
             if is_own:
                 answer({"message": told})
 
+            event = machine.SignalReceived(signal.SIGTERM, ends_job=False, order="drain")
+
             def tell(sent: Delivery) -> None:
                 fields = delivery(count, sent)
                 answer(fields if is_own else {**fields, "message": f"{told}; {fields['message']}"})
 
-            self._agent.ask_to_stop(machine.SignalReceived(signal.SIGTERM, ends_job=False), tell)
+            self._agent.ask_to_stop(event, tell)
 
         return self._try(act, answer)
 
