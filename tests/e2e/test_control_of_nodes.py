@@ -146,7 +146,8 @@ def test_the_ranks_of_all_nodes_are_shown_while_somebody_asks(nodes, sockets, as
     assert status_of(sockets, job.agents[0])["others"] == []
     code, text = asked("status", f"--job={job.agents[0].pid}")
     assert code == 0
-    assert ": running with 3 ranks on 3 nodes, step 1,041, " in text
+    assert ": running with 3 ranks on 3 nodes for " in text
+    assert ", step 1,041 (" in text
     hosts = {status_of(sockets, agent)["workers"][0]["rank"]: f"n{at}" for at, agent in enumerate(job.agents)}
     rows = [line.split()[:2] for line in text.splitlines() if line[:1].isdecimal()]
     assert rows == [[str(rank), hosts[rank]] for rank in range(3)]
