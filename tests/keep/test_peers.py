@@ -106,7 +106,7 @@ class Model:
         self.ranks, self.random, self.sources = range(count), random, sources(count)
         self.generations = [Generations(None) for _ in self.ranks]
         for each in self.generations:
-            each.has_partners = True
+            each.are_announced = True
         self.steps, self.copying = [0] * count, [None] * count
         self.own, self.taken = ([[None, None] for _ in self.ranks] for _ in range(2))
         self.number, self.announced, self.secured = 1, 2, None
@@ -210,37 +210,63 @@ def test_once_a_generation_is_secured_the_loss_of_a_node_leaves_a_common_step(co
     assert model.secured is None or max(model.common(lost)) >= model.secured
 
 
-class Fixed:
-    """Model of ranks on several nodes that each have a part of the state. They all copy their parts every
-    ``every`` steps, and compare which copies they have. A rank ends a step when all ranks have sent their
-    gradients, and when its own last copy is complete.
+class Apart:
+    """Model of ranks on several nodes that each have a part of the state. Rank 0 announces the steps of which
+    all copy their parts, and then compares which copies they have. A rank ends a step when all ranks have
+    sent their gradients, and when its own last copy is complete. A rank may learn of a step too late, fail to
+    copy it, or turn Keep off.
     """
 
     def __init__(self, count, every, random):
         self.ranks, self.every, self.random = range(count), every, random
         self.generations = [Generations(None) for _ in self.ranks]
-        self.ended, self.sent = [0] * count, [0] * count
+        for each in self.generations:
+            each.are_announced = True
+            each.begin_first(None)
+        self.ended, self.sent, self.known = [0] * count, [0] * count, [0] * count
         self.slots = [[None, None] for _ in self.ranks]
         self.copying = [None] * count
+        self.number, self.secured, self.reports, self.results = 0, 0, {}, []
 
     def actions(self):
         for rank in self.ranks:
+            made = self.generations[rank]
             if self.copying[rank] is not None:
                 yield self.finish_copy, rank
             if self.sent[rank] == self.ended[rank]:
                 yield self.send, rank
             elif self.copying[rank] is None and min(self.sent) >= self.sent[rank]:
                 yield self.end_step, rank
-            number, step = self.generations[rank]._finished, self.generations[rank]._copied
-            is_news = step == number != self.generations[rank].secured
-            if is_news and all(number in slots for slots in self.slots):
+            if self.known[rank] < len(self.results):
                 yield self.learn, rank
+            elif made._finished == self.number and rank not in self.reports:
+                yield self.report, rank
 
     def send(self, rank):
         self.sent[rank] += 1
 
+    def report(self, rank):
+        _, copied = self.generations[rank].wait(-1)
+        self.reports[rank] = None if self.generations[rank].is_off else copied
+        if len(self.reports) == len(self.ranks):
+            is_whole = None not in self.reports.values()
+            if is_whole:
+                self.secured = self.number
+            self.number = max(self.ended) + self.random.randint(1, self.every)
+            self.results.append((is_whole, self.number))
+            self.reports = {}
+
     def learn(self, rank):
-        self.generations[rank].settle(self.generations[rank]._copied, is_secured=True)
+        is_whole, announced = self.results[self.known[rank]]
+        self.known[rank] += 1
+        _, copied = self.generations[rank].wait(-1)
+        self.generations[rank].settle(copied, is_secured=is_whole)
+        self.generations[rank].announce(announced)
+
+    def turn_off(self, rank):
+        self.generations[rank].turn_off()
+        if self.copying[rank] is not None:
+            self.copying[rank] = None
 
     def free(self, rank):
         kept = self.generations[rank].protected() - {None}
@@ -248,16 +274,17 @@ class Fixed:
 
     def end_step(self, rank):
         self.ended[rank] = step = self.ended[rank] + 1
-        self.generations[rank].end_step(step)
-        if step % self.every == 0:
-            self.generations[rank].begin_copy(step, step)
-            slot = self.random.choice(self.free(rank))
-            self.slots[rank][slot], self.copying[rank] = None, slot
+        if not self.generations[rank].is_off:
+            self.generations[rank].end_step(step)
+            if self.generations[rank].is_due(step - 1, step):
+                slot = self.random.choice(self.free(rank))
+                self.slots[rank][slot], self.copying[rank] = None, slot
 
     def finish_copy(self, rank):
         slot, self.copying[rank] = self.copying[rank], None
-        self.slots[rank][slot] = self.ended[rank]
-        self.generations[rank].note_copy(self.ended[rank], is_kept=True)
+        is_kept = self.random.random() < 0.95
+        self.slots[rank][slot] = self.ended[rank] if is_kept else None
+        self.generations[rank].note_copy(self.ended[rank], is_kept=is_kept)
 
     def common(self):
         return max(set.intersection(*map(set, self.slots)) - {None}, default=0)
@@ -265,18 +292,25 @@ class Fixed:
     def copy_at_death(self, rank):
         if self.copying[rank] is not None:
             self.finish_copy(rank)
-        if self.ended[rank] not in self.slots[rank] and (free := self.free(rank)):
+        is_new = self.ended[rank] not in self.slots[rank] and not self.generations[rank].is_off
+        if is_new and (free := self.free(rank)):
             self.slots[rank][self.random.choice(free)] = self.ended[rank]
 
 
 @settings(deadline=None)
-@given(st.integers(2, 4), st.integers(2, 4), st.integers(0, 150), st.integers())
-def test_ranks_of_several_nodes_never_overwrite_their_last_common_step(count, every, length, seed):
-    model = Fixed(count, every, Random(seed))
+@given(st.integers(2, 4), st.integers(2, 9), st.integers(0, 150), st.booleans(), st.integers())
+def test_ranks_of_several_nodes_never_overwrite_their_last_common_step(count, every, length, ends, seed):
+    model = Apart(count, every, Random(seed))
     for _ in range(length):
         act, rank = model.random.choice([*model.actions()])
         act(rank)
-    before, dead = model.common(), model.random.choice([None, *model.ranks])
+        if ends and model.random.random() < 0.01:
+            model.turn_off(model.random.choice(model.ranks))
+        assert model.common() >= model.secured
+    are_on = not any(each.is_off for each in model.generations)
+    # Copies of a step that all ranks have made are kept, even if the ranks have not compared them yet.
+    before = model.common() if are_on else model.secured
+    dead = model.random.choice([None, *model.ranks])
     if dead is None:
         # No rank has died, as at an exception or a stop. So each rank still ends its step, learns which
         # copies the other ranks have, and then copies its state.
@@ -289,8 +323,7 @@ def test_ranks_of_several_nodes_never_overwrite_their_last_common_step(count, ev
         if rank != dead:
             model.copy_at_death(rank)
     assert model.common() >= before
-    assert before >= max(model.ended) - every - 1
-    if dead is None:
+    if dead is None and are_on:
         assert model.common() == max(model.ended) or len(set(model.ended)) > 1
 
 
@@ -410,6 +443,7 @@ class Ranks:
         for rank, (peers, schedule) in enumerate(zip(self.peers, self.schedules, strict=True)):
             for step in range(1, 4):
                 schedule.next(self.step + step, is_idle=True)
+            schedule.generations.note_copy(self.step + 2, is_kept=False)
             peers.begin()
             assert rank < len(self.own)
 
@@ -509,14 +543,16 @@ def test_without_partners_ranks_know_which_copies_the_others_have(ranks):
     made = ranks(3, every=2, has_partners=False, mode=Mode.AUTO)
     agreed = [schedule.generations for schedule in made.schedules]
     made.begin()
-    for step in (6, 8, 10):
+    for _ in range(3):
+        step, before = made.announced()
+        assert step % 2 == 0
         for rank, schedule in enumerate(made.schedules):
             assert schedule.next(step, is_idle=True)[0]
             made.copy(rank, step, bytes(4096))
-            assert schedule.protected() == {agreed[rank].secured, step} or schedule.is_replicated()
+            assert schedule.protected() == {before, step} or schedule.is_replicated()
             schedule.generations.note_copy(step, is_kept=True)
         for each in agreed:
-            each.await_settled(HANG, have_all_ended=False)
+            each.await_settled(HANG)
             assert each.protected() == {step}
         for schedule in made.schedules:
             assert not schedule.next(step + 1, is_idle=True)[0]
@@ -558,6 +594,83 @@ def test_without_a_rank_s_copy_the_generation_before_stays(ranks):
     assert made.announced()[1] == third
     assert set(made.taken(0)) == {first, third}
     assert second not in {slot.complete_step for slot in made.own[0].slots}
+
+
+@pytest.mark.torch
+def test_a_rank_that_learns_of_a_step_too_late_leaves_the_step_before_secured_on_all(ranks):
+    made = ranks(2, has_partners=False)
+    made.begin()
+    first = made.copy_all()
+    second, _ = made.announced()
+    late = made.schedules[1].generations
+    late._announced = None  # Rank 1 has not read the announcement yet.
+    for rank, schedule in enumerate(made.schedules):
+        assert schedule.next(second, is_idle=True)[0] == (rank == 0)
+    made.copy(0, second)
+    for step in (second + 1, second + 2):
+        assert not any(schedule.next(step, is_idle=True)[0] for schedule in made.schedules)
+    made.schedules[0].generations.note_copy(second, is_kept=True)
+    assert made.schedules[0].protected() == {first, second}
+    late.announce(second)
+    assert made.announced()[1] == first
+    assert all(schedule.protected() - {None} == {first} for schedule in made.schedules)
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize(("rank", "mode"), [(0, Mode.AUTO), (1, Mode.AUTO), (1, Mode.SHARDED)])
+def test_all_nodes_say_once_that_a_rank_makes_no_copies_any_more(ranks, rank, mode):
+    made = ranks(3, has_partners=False, mode=mode)
+    made.begin()
+    first = made.copy_all()
+    made.announced()
+    made.schedules[rank].turn_off()
+    generations = [schedule.generations for schedule in made.schedules]
+    step = generations[0]._announced
+    others = [each for each in range(3) if each != rank]
+    for _ in range(2):
+        for other in others:
+            if made.schedules[other].next(step, is_idle=True)[0]:
+                made.copy(other, step)
+                made.schedules[other].generations.note_copy(step, is_kept=True)
+        wait_until(lambda: len(made.said) == 3)
+        if (rank, mode) == (1, Mode.AUTO):
+            wait_until(lambda before=step: all(each._announced > before for each in generations))
+            step = generations[0]._announced
+        else:
+            wait_until(lambda: not any(each.are_compared for each in generations))
+    assert len({text.partition(":")[0] for text in made.said}) == len(set(made.said)) == 1
+    assert f"rank {rank} makes no copies any more" in made.said[0]
+    assert {each.secured for each in generations} == {first}
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize(("key", "value"), [("next", ["x", []]), ("next", 7), ("compared", [1, [], True])])
+def test_a_damaged_value_in_the_store_ends_the_copies_and_not_the_training(ranks, monkeypatch, key, value):
+    monkeypatch.setattr("elasticrs._engine.inside.keep.peers._QUIET", 0)
+    made = ranks(2, has_partners=False)
+    real = made.store.set
+    made.store.set = lambda name, found: real(name, [found[0], value] if name == key else found)
+    made.begin()
+    wait_until(lambda: len(made.said) == 2)
+    assert "no more periodic copies are made" in made.said[0]
+    assert not any(schedule.next(9, is_idle=True)[0] for schedule in made.schedules)
+
+
+def test_a_failure_does_not_wait_for_a_comparison_that_has_ended():
+    generations, is_done = Generations(None), threading.Event()
+    generations.are_compared = generations.are_announced = True
+    generations.begin_copy(1, 1)
+
+    def wait():
+        generations.await_settled(HANG)
+        is_done.set()
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    wait_until(lambda: generations._changed._waiters)
+    generations.end_comparing()
+    assert is_done.wait(HANG / 2)
+    thread.join(HANG)
 
 
 @pytest.mark.torch

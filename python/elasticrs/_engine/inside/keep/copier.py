@@ -228,6 +228,7 @@ class Copier:
             self.is_off = True
             self._say(f"Keep is off: {reason}")
             self._file.tell(reason)
+            self._ranks.turn_off()
             self.leave()
 
     def is_idle(self) -> bool:
@@ -425,11 +426,6 @@ class Copier:
         """Return true if the agent has announced a signal to all ranks, and no rank has failed since then."""
         return self._file.words[Agreed.STATE] != AgreedState.NONE
 
-    def _is_after_agreed_step(self) -> bool:
-        """Return true if all ranks have stopped after the same step, where the agent sends them a signal."""
-        words = self._file.words
-        return (words[Agreed.STATE], words[Agreed.READY]) == (AgreedState.SENT, words[Agreed.NUMBER])
-
     def _has_changed(self, boundary: Boundary) -> bool:
         path = boundary.parts.changed(boundary.versions)
         if path is not None:
@@ -458,7 +454,7 @@ class Copier:
         slots = self._file.slots
         if self._ranks.protected() is not None:
             if not (free := self._unprotected()):
-                self._ranks.await_settled(_SETTLING, have_all_ended=self._is_after_agreed_step())
+                self._ranks.await_settled(_SETTLING)
                 free = self._unprotected()
             return min(free, key=lambda each: slots[each].sequence, default=None)
         if self._older is not None and step < self._is_young_until and self._ranks.is_replicated():

@@ -273,6 +273,7 @@ def _guarded(method: Callable[..., None]) -> Callable[..., None]:
             self._copier.turn_off(f"there is not enough memory ({error.strerror})")
         except Exception as error:
             self._copier.turn_off(f"the state cannot be read: {error!r}")
+        self._tell_if_off()
 
     return call
 
@@ -357,6 +358,11 @@ class Keeper:
         self._peers = Peers(
             _agreement, _agreement.store, self._file, self._schedule, say, has_partners=not is_replicated
         )
+
+    def _tell_if_off(self) -> None:
+        """If this rank makes no copies any more, tell the other nodes, even before its first step ends."""
+        if self._copier.is_off and self._peers is not None:
+            self._peers.begin()
 
     def _close_handover(self) -> None:
         """Stop serving this rank's copy to other nodes. None needs it when all ranks have ended a step."""

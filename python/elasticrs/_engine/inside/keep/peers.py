@@ -4,9 +4,9 @@ All ranks make their periodic copies at the same steps. The copies of all ranks 
 *generation*. The ranks compare the copies of each generation through the store (of keys and values) through
 which their process groups connect.
 
-- **PEERS-1** Unless the program says how often to copy, rank 0 announces the step of the next copy. At the
-  end of that step, each rank copies its state into its own file, and writes the step and the checksum of the
-  copy into the store.
+- **PEERS-1** Rank 0 announces the step of the next copy when the copies of the last step have been compared.
+  At the end of the announced step, each rank copies its state into its own file, and writes the step and the
+  checksum of the copy into the store.
 - **PEERS-2** With ``--keep-peers``, each node then downloads the copies of the ranks of one other node (its
   source), except for copies of which any other node has an equal one. So sharded state (of which each node
   has only a part) can be restored after the loss of a node. A downloaded copy replaces an older one, but
@@ -14,10 +14,13 @@ which their process groups connect.
 - **PEERS-3** When all ranks have copied the step, and all downloads are complete, the generation is
   *secured*: its step can be restored as long as all nodes are there, and with ``--keep-peers`` also after the
   loss of any one of them. If a rank has made no copy, or a download has failed, the generation before
-  remains the secured one. A rank does not overwrite copies of the newest secured generation.
+  remains the secured one. A rank does not overwrite copies of the newest secured generation. No rank
+  concludes from its own steps that a generation is secured, because another rank may have made no copy.
 - **PEERS-4** If the download of a rank's copies fails three times in a row, or a copy is too large, the rank
   that downloads them gives up. Later generations then count as secured without these downloads. An error in
   this module never fails the training.
+- **PEERS-5** A rank that has turned Keep off says so in the store. Each node tells the user. The copies of
+  the other ranks end if rank 0 is off, which announces them, or if each rank has only a part of the state.
 """
 
 from __future__ import annotations
@@ -30,6 +33,7 @@ from elasticrs._engine.inside.keep import layout
 from elasticrs._engine.inside.keep.file import KeepFile, OffError
 from elasticrs._engine.inside.keep.layout import Head, Slot, SlotState
 from elasticrs._engine.inside.keep.nodes import is_intact, offer_of, take_paced
+from elasticrs._engine.job import phrases
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -50,6 +54,9 @@ _LONGEST_NOTICE = 5.0
 
 _END_LIMIT = 1.0
 """Maximum seconds for which the end of the program waits for the thread of :class:`Peers`."""
+
+_OFF = "off"
+"""Value that a rank writes into the store, instead of its copy's checksum, if it makes no copies any more."""
 
 _QUIET = 10.0
 """Seconds from an error in the thread, such as the loss of the store, to the line about it for the user."""
@@ -96,6 +103,10 @@ def without_second_copy(copies: Sequence[Sequence[int]], nodes: Sequence[Sequenc
     return [rank for rank, copy in enumerate(copies) if len(holders[tuple(copy)]) == 1]
 
 
+def _are_ranks(value: object) -> bool:
+    return isinstance(value, list) and all(type(each) is int for each in value)
+
+
 class Peers:
     """A thread of a worker that compares this rank's periodic copies with those of the other ranks.
 
@@ -130,15 +141,23 @@ class Peers:
         """Downloads the copies of a rank of another node; ``None`` without ``--keep-peers``."""
         if nodes is not None:
             self.partner = Partner(agreement.plan, nodes, file, store, self._closed, say)
-        self._generations = schedule.begin_generations(agreement.plan["step"], self.partner is not None)
+        self._generations = schedule.begin_generations(agreement.plan["step"])
         self._downloads = self._failed_in_all = 0
         """How many times the ranks have downloaded copies, and how many of all downloads have failed."""
         self._longest_delay = _LONGEST_DELAY * max(1, self._world / 500)
         self._notice = 2 * self._longest_delay
         self._is_running = self._has_published = False
+        self._off: list[int] = []
+        """The ranks that make no copies any more. Only rank 0 collects them."""
+        self._told_off: list[int] = []
+        """The ranks of which this rank has told the user that they make no copies any more."""
 
     def begin(self) -> None:
-        """Start the thread that compares copies. Call this after the first training step."""
+        """Start the thread that compares copies, unless it has been started. Call this after the first
+        training step, or when this rank makes no copies any more.
+        """
+        if self._is_running:
+            return
         self._agreement.is_restored = self._is_running = self._generations.are_compared = True
         with without_signals():
             threading.Thread(target=self._run, name="elasticrs-peers", daemon=True).start()
@@ -151,31 +170,28 @@ class Peers:
             self._has_ended.wait(_END_LIMIT)
 
     def _run(self) -> None:
-        number: int | None = None
+        number = -1
         try:
             while True:
                 number, step = self._generations.wait(number)
-                found = self._compare(number, step)
-                if found is None:
-                    continue  # This rank has meanwhile made a newer copy. So compare that one.
-                is_whole, senders, are_equal = found
+                is_whole, senders, are_equal = self._compare(number, step)
                 if is_whole:
                     self._schedule.note_equal(are_equal)
                 is_secured = is_whole and (not senders or self._are_downloaded(number, step, senders))
                 self._generations.settle(step, is_secured=is_secured)
                 if self.partner is not None and self._generations.secured is not None:
                     self._own.words[Head.SECURED] = self._generations.secured + 1
-                if self._generations.are_announced and not self._announce(number, is_whole=is_whole):
+                if not self._announce(number, is_whole=is_whole):
                     return
         except _ClosedError:
             return
         # An error in this thread, for example of the store, must not end the training.
         except Exception as error:
             # The store may be lost with its node. Then the agent stops this process, and no line is needed.
-            if self._generations.are_announced and not self._closed.wait(_QUIET):
+            if not self._closed.wait(_QUIET):
                 self._say(f"no more periodic copies are made, here and on the other nodes: {error!r}")
         finally:
-            self._generations.are_compared = False
+            self._generations.end_comparing()
             self._has_ended.set()
 
     def _announce(self, number: int, *, is_whole: bool) -> bool:
@@ -184,41 +200,63 @@ class Peers:
         """
         if self._rank == 0:
             for _ in self._looks():
-                if self._schedule.knows_pace():
+                if self._schedule.knows_pace() or self._generations.is_off:
                     break
-            if not is_whole and number != self._agreement.plan["step"]:
+            if not is_whole and not self._off and number != self._agreement.plan["step"]:
                 # A rank has no copy, because it learned of the step too late. So announce the steps earlier.
                 self._notice = min(_LONGEST_NOTICE, 2 * self._notice)
-            self._store.set("next", [number, self._schedule.upcoming(self._notice)])
-        announced = self._await("next", number)
+            if self._generations.is_off and 0 not in self._off:
+                self._off = [0, *self._off]
+            is_last = 0 in self._off or (bool(self._off) and self._schedule.is_sharded())
+            step = None if is_last else self._schedule.upcoming(self._notice)
+            self._store.set("next", [number, [step, self._off]])
+        announced, off = self._await("next", number)
+        # The training thread uses this value, and an error there would turn Keep off.
+        if not (announced is None or type(announced) is int) or not _are_ranks(off):
+            raise TypeError(f"the key 'next' in the store has the value {[announced, off]!r}")
+        self._tell_off(off, is_last=announced is None)
         if announced is not None:
             self._generations.announce(announced)
         return announced is not None
 
-    def _compare(self, number: int, step: int | None) -> tuple[bool, list[int], bool] | None:
+    def _tell_off(self, off: list[int], *, is_last: bool) -> None:
+        """Tell the user, once, which ranks make no copies any more, and what follows from that."""
+        if off and off != self._told_off:
+            ranks, verb = phrases.ranks_text(off, 4), "makes" if len(off) == 1 else "make"
+            follows = "the other ranks go on, but can be restored only if all ranks have the same state"
+            if is_last:
+                secured = self._generations.secured
+                newest = "" if secured is None else f"; the last step that all ranks have copied is {secured}"
+                follows = f"the periodic copies of all ranks end{newest}"
+            self._say(f"{ranks} {verb} no copies any more, because Keep is off there: {follows}")
+        self._told_off = off
+
+    def _compare(self, number: int, step: int | None) -> tuple[bool, list[int], bool]:
         """Tell the other ranks the step and the checksum of this rank's copy for the generation ``number``,
         and wait until all ranks have done so. Return three values: whether all ranks have a copy of the same
-        step, the ranks whose copies another node must download, and whether all copies are equal. Return
-        ``None`` if this rank has meanwhile made a copy for another generation.
+        step, the ranks whose copies another node must download, and whether all copies are equal.
         """
         if self._closed.is_set():
             raise _ClosedError
-        self._store.set(f"copied/{self._rank}", [number, self._copy_of(step)])
+        copy = _OFF if self._generations.is_off else self._copy_of(step)
+        self._store.set(f"copied/{self._rank}", [number, copy])
         if not self._has_published:
             self._has_published = True
             self._store.add("published", 1)
         if self._rank == 0:
             for _ in self._looks():
-                if not self._generations.is_newest(number):
-                    return None
                 if self._store.add("published", 0) < self._world:
                     continue
                 found = self._store.get_all([f"copied/{rank}" for rank in range(self._world)])
                 if all(each[0] == number for each in found):
                     break
-            self._store.set("compared", [number, self._compared([copy for _, copy in found])])
-        compared: tuple[bool, list[int], bool] | None = self._await("compared", number)
-        return compared
+            self._off = [rank for rank, (_, copy) in enumerate(found) if copy == _OFF]
+            copies = [None if copy == _OFF else copy for _, copy in found]
+            self._store.set("compared", [number, self._compared(copies)])
+        compared = is_whole, senders, are_equal = self._await("compared", number)
+        if not (type(is_whole) is type(are_equal) is bool and _are_ranks(senders)):
+            raise TypeError(f"the key 'compared' in the store has the value {compared!r}")
+        return is_whole, senders, are_equal
 
     def _compared(self, copies: Sequence[Sequence[int] | None]) -> tuple[bool, list[int], bool]:
         """Compare steps and checksums of all ranks' copies. Return the three values of :meth:`_compare`."""
@@ -253,14 +291,12 @@ class Peers:
         return bool(self._await("done", number))
 
     def _await(self, key: str, number: int) -> Any:
-        """Wait until rank 0 has written a value for the generation ``number`` under a key of the store.
-        Return the value; ``None`` if this rank has meanwhile made a copy for another generation.
+        """Wait until rank 0 has written a value for the generation ``number`` under a key of the store, and
+        return the value.
         """
         for _ in self._looks():
             if self._store.has(key) and (found := self._store.get(key))[0] == number:
                 return found[1]
-            if not self._generations.is_newest(number):
-                return None
         raise AssertionError
 
     def _looks(self) -> Iterator[None]:

@@ -68,11 +68,10 @@ class Generations:
         self._steps_since = 0
         self.are_announced = False
         """True if rank 0 announces the step of each copy. Otherwise, all ranks compute the same steps."""
-        self.has_partners = False
-        """True if nodes keep second copies of each other's training states (``--keep-peers``)."""
         self.are_compared = False
         """True while the ranks tell each other which copies they have."""
-        self.is_closed = False
+        self.is_closed = self.is_off = False
+        """``is_off`` is true if this rank makes no copies of its state any more, because one has failed."""
 
     def announce(self, step: int) -> None:
         """Note that rank 0 has announced a copy of the state at the end of ``step``. If this rank has ended
@@ -80,34 +79,42 @@ class Generations:
         """
         with self._changed:
             self._announced = step
-            if self._ended is not None and self._ended >= step:
+            if self.is_off or (self._ended is not None and self._ended >= step):
                 self._copied = None
                 self._finish(step)
 
+    def turn_off(self) -> None:
+        """Note that this rank makes no copies any more, so that the other ranks do not wait for its next."""
+        with self._changed:
+            self.is_off = True
+            newest = max(self._number, self._announced or 0)
+            if self._finished < newest:
+                self._copied = None
+                self._finish(newest)
+
     def end_step(self, step: int) -> None:
-        """Note that this rank has ended a step. After the second step since this rank's newest copy, all
-        ranks have completed their copies. For a rank ends the first step only when its own copy is complete,
-        and the second one only when all ranks have ended the first.
+        """Note that this rank has ended a step.
+
+        If the ranks do not compare their copies, because the program restores none, the newest copy counts as
+        secured at the end of the second step after it: each rank waits for its own copy in the first of the
+        two steps, and in the second for all ranks. That would be wrong if a rank had failed to make its copy.
         """
         with self._changed:
             self._ended = step
             self._steps_since += 1
-            if self._steps_since >= 2:
-                self._infer()
-
-    def _infer(self) -> None:
-        if self._copied is not None and not self.has_partners:
-            self.secured = self._copied
-            self._changed.notify_all()
+            if self._steps_since >= 2 and self._copied is not None and not self.are_announced:
+                self.secured = self._copied
 
     def is_due(self, before: int, step: int) -> bool:
         """Return whether to copy the state at the end of ``step``. That is so if rank 0 has announced a copy
         of a step after ``before``, up to this one: programs may skip steps.
         """
-        is_due = self._announced is not None and before < self._announced <= step
-        if is_due and self._announced is not None:
-            self.begin_copy(step, self._announced)
-        return is_due
+        with self._changed:
+            number = self._announced
+            if number is None or not before < number <= step or self._finished >= number:
+                return False
+            self.begin_copy(step, number)
+            return True
 
     def begin_copy(self, step: int, number: int) -> None:
         """Note that this rank is about to copy its state at the end of ``step``. ``number`` is the number of
@@ -115,6 +122,16 @@ class Generations:
         """
         with self._changed:
             self._copied, self._number, self._steps_since = step, number, 0
+
+    def begin_first(self, step: int | None) -> None:
+        """Begin the first generation, number 0, unless all ranks have restored a step. It has the copies of
+        ``step`` by which the ranks find out if they have the same state; ``None`` without such a copy.
+        """
+        with self._changed:
+            if self._number < 0:
+                self._copied, self._number, self._steps_since = step, 0, 0
+                if step is None:
+                    self._finish(0)
 
     def protected(self) -> set[int | None]:
         """Return the steps whose copies this rank must not overwrite, because one of them may be the only
@@ -143,10 +160,6 @@ class Generations:
             self._changed.wait_for(lambda: self._finished != seen or self.is_closed)
             return self._finished, None if self.is_closed else self._copied
 
-    def is_newest(self, number: int) -> bool:
-        """Return true if this rank has made no copy for a newer generation (of all ranks) than ``number``."""
-        return self._finished == number
-
     def settle(self, step: int | None, *, is_secured: bool) -> None:
         """Note whether all ranks can restore ``step``. If not, this rank may overwrite its copy of it."""
         with self._changed:
@@ -154,16 +167,20 @@ class Generations:
                 self.secured, self._copied = (step, step) if is_secured else (self.secured, None)
                 self._changed.notify_all()
 
-    def await_settled(self, limit: float, *, have_all_ended: bool) -> None:
-        """Wait at most ``limit`` seconds until it is known whether all ranks can restore their newest copies.
-        ``have_all_ended`` is true if all ranks have ended another step, and so have completed these copies.
+    def await_settled(self, limit: float) -> None:
+        """Wait until it is known whether the newest generation is secured, but at most ``limit`` seconds. Do
+        not wait if the ranks do not compare their copies any more.
         """
         with self._changed:
-            if have_all_ended:
-                self._infer()
             self._changed.wait_for(
                 lambda: self._copied in (None, self.secured) or not self.are_compared, limit
             )
+
+    def end_comparing(self) -> None:
+        """Note that the ranks do not tell each other any more which copies they have."""
+        with self._changed:
+            self.are_compared = False
+            self._changed.notify_all()
 
     def close(self) -> None:
         """Let :meth:`wait` return."""
@@ -216,6 +233,9 @@ class Schedule:
         if self.generations is not None:
             self.generations.end_step(step)
             if self.generations.are_announced:
+                if self._count == _CHECKED:
+                    self.generations.begin_first(step if is_check else None)
+                    self._announced = step if is_check else None
                 return self.generations.is_due(before, step) or is_check, is_check
         if self._every is not None:
             is_due = self._every > 0 and step // self._every > before // self._every
@@ -245,15 +265,19 @@ class Schedule:
             self._words[Head.NEXT] = self._announced + 1
         return is_due
 
-    def begin_generations(self, secured: int | None, has_partners: bool) -> Generations:
+    def begin_generations(self, secured: int | None) -> Generations:
         """Return the object by which the ranks of several nodes agree on the steps of their periodic copies.
-        ``secured`` is the step that all ranks restore; ``None`` if there is none. ``has_partners`` is true if
-        nodes keep second copies of each other's states.
+        ``secured`` is the step that all ranks restore; ``None`` if there is none.
         """
         self.generations = made = Generations(secured)
         self._equal_copies = _EQUAL * self._words[Head.WAS_REPLICATED]
-        made.has_partners, made.are_announced = has_partners, has_partners or self._every is None
+        made.are_announced = True
         return made
+
+    def turn_off(self) -> None:
+        """Note that this rank makes no copies any more, so that ranks of other nodes do not wait for one."""
+        if self.generations is not None:
+            self.generations.turn_off()
 
     def note_equal(self, are_equal: bool) -> None:
         """Note whether all ranks, on several nodes, had equal copies of a step. Also write into this rank's
@@ -271,10 +295,10 @@ class Schedule:
             return None
         return self.generations.protected()
 
-    def await_settled(self, limit: float, *, have_all_ended: bool) -> None:
+    def await_settled(self, limit: float) -> None:
         """Wait until it is known whether all ranks can restore their newest copies; see :meth:`protected`."""
         if self.generations is not None:
-            self.generations.await_settled(limit, have_all_ended=have_all_ended)
+            self.generations.await_settled(limit)
 
     def upcoming(self, notice: float) -> int | None:
         """Return the step of the next copy that rank 0 announces to the ranks of several nodes; ``None`` if
@@ -323,6 +347,10 @@ class Schedule:
             return True
         checks = {(each[Head.CHECK_STEP], each[Head.CHECK_DIGEST]) for each in self._others()}
         return checks == {(self._words[Head.CHECK_STEP], self._words[Head.CHECK_DIGEST])}
+
+    def is_sharded(self) -> bool:
+        """Return true if it is known that each rank has only a part of the state."""
+        return self._mode == Mode.SHARDED
 
     def declare_sharded(self, twins: tuple[int, int, int] | None) -> None:
         """Note, also in this rank's file, that the rank has only a part of the state, and which ranks have
