@@ -619,11 +619,17 @@ def test_a_rank_that_learns_of_a_step_too_late_leaves_the_step_before_secured_on
 @pytest.mark.torch
 @pytest.mark.parametrize(("rank", "mode"), [(0, Mode.AUTO), (1, Mode.AUTO), (1, Mode.SHARDED)])
 def test_all_nodes_say_once_that_a_rank_makes_no_copies_any_more(ranks, rank, mode):
+    from elasticrs._engine.inside.keep.copier import Copier  # Here, because it imports torch.
+
     made = ranks(3, has_partners=False, mode=mode)
     made.begin()
     first = made.copy_all()
     made.announced()
-    made.schedules[rank].turn_off()
+    reasons = []
+    copier = Copier(made.own[rank], {}, 0, 0, "", made.schedules[rank], reasons.append)
+    copier.turn_off("there is not enough memory")
+    copier.finish(HANG)
+    assert reasons == ["Keep is off: there is not enough memory"]
     generations = [schedule.generations for schedule in made.schedules]
     step = generations[0]._announced
     others = [each for each in range(3) if each != rank]
