@@ -7,9 +7,10 @@
 //! - **PAGE-1** At most [`MAX_VIEWERS`] browsers listen. The limit of HEALTH-2 is for other connections.
 //! - **PAGE-2** A browser gets an event at most once a second, and only if the text has changed. All browsers get the
 //!   same text, which exists once in memory.
-//! - **PAGE-3** A browser is disconnected if the buffers of its connection are full for [`CLIENT_LIMIT`], because it
-//!   does not read, or if its machine does not acknowledge an event within [`UNREACHABLE`].
+//! - **PAGE-3** A browser is disconnected if the buffers of its connection stay full, because it does not read, or if
+//!   its machine does not acknowledge an event within [`UNREACHABLE`].
 
+use std::os::fd::AsFd;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, LazyLock, Mutex};
 use std::time::{Duration, Instant};
@@ -19,13 +20,11 @@ use nix::sys::socket::setsockopt;
 use nix::sys::socket::sockopt::TcpUserTimeout;
 use serde_json::json;
 use sha2::{Digest, Sha256};
-use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
 use tokio::sync::watch;
 use tokio::time::{sleep, sleep_until, timeout};
 
-use crate::http::{HTML, Response};
-use crate::liveness::FRESH;
-use crate::server::{CLIENT_LIMIT, Shared, Stream};
+use crate::liveness::{FRESH, LivenessReport};
 
 /// Maximum number of browsers that listen at the same time (PAGE-1).
 pub const MAX_VIEWERS: usize = 8;
@@ -39,7 +38,7 @@ const SILENCE: Duration = Duration::from_secs(15);
 /// Time without an acknowledgement of sent data after which the kernel closes the connection to a browser (PAGE-3).
 const UNREACHABLE: Duration = Duration::from_secs(30);
 
-const PAGE: &str = include_str!("page.html");
+pub(crate) const PAGE: &str = include_str!("page.html");
 
 /// Value of the header `Content-Security-Policy` of the page. It allows the page to run only the script and to use only
 /// the styles that are in the page itself, and to connect only to this server.
@@ -55,11 +54,6 @@ pub(crate) static POLICY: LazyLock<String> = LazyLock::new(|| {
         hash_of("script"),
     )
 });
-
-/// Returns the response that has the HTML file of the page.
-pub(crate) fn page() -> Response {
-    Response { status: 200, kind: HTML, body: PAGE.into() }
-}
 
 fn base64(bytes: &[u8]) -> String {
     const DIGITS: &[u8; 64] = b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/";
@@ -123,12 +117,16 @@ impl Live {
 
 /// Permission of one browser to listen to the events of the page. While at least one browser has it, the text of the
 /// page is kept current.
-pub(crate) struct Seat(Arc<Shared>);
+pub(crate) struct Seat(Arc<Live>);
 
 impl Seat {
     /// Permits a browser to listen to the page's events. Returns `None` if [`MAX_VIEWERS`] browsers listen already.
-    pub(crate) fn take(shared: &Arc<Shared>) -> Option<Self> {
-        let live = &shared.live;
+    /// `ask` asks the agent's loop whether it is alive.
+    pub(crate) fn take<Ask, Answer>(live: &Arc<Live>, ask: Ask) -> Option<Self>
+    where
+        Ask: Fn() -> Answer + 'static,
+        Answer: Future<Output = LivenessReport> + 'static,
+    {
         if live.viewers() >= MAX_VIEWERS {
             return None;
         }
@@ -136,23 +134,23 @@ impl Seat {
         if !live.is_kept_current.swap(true, Ordering::Relaxed) {
             // Delete the last event, because it is from the time when other browsers listened.
             live.event.send_replace("".into());
-            tokio::task::spawn_local(keep_current(Arc::clone(shared)));
+            tokio::task::spawn_local(keep_current(Arc::clone(live), ask));
         }
-        Some(Self(Arc::clone(shared)))
+        Some(Self(Arc::clone(live)))
     }
 
-    /// Sends the events of the page to a browser until it disconnects.
-    pub(crate) async fn serve(self, mut stream: impl Stream) {
+    /// Sends the events of the page to a browser until it disconnects, or until an event is not sent within `limit`.
+    pub(crate) async fn serve(self, mut stream: impl AsyncRead + AsyncWrite + AsFd + Unpin, limit: Duration) {
         // Ignore the error: a Unix socket does not have this option, and does not need it.
         let _ = setsockopt(&stream, TcpUserTimeout, &u32::try_from(UNREACHABLE.as_millis()).unwrap_or(u32::MAX));
-        let mut events = self.0.live.event.subscribe();
+        let mut events = self.0.event.subscribe();
         // Begin with the last event, because this browser has not received it.
         events.mark_changed();
         let mut next: Arc<str> = head_of_events().into();
         let mut ignored = [0; 64];
         loop {
             // A browser that does not read is treated as one that has disconnected.
-            if !matches!(timeout(CLIENT_LIMIT, stream.write_all(next.as_bytes())).await, Ok(Ok(()))) {
+            if !matches!(timeout(limit, stream.write_all(next.as_bytes())).await, Ok(Ok(()))) {
                 return;
             }
             next = tokio::select! {
@@ -170,22 +168,21 @@ impl Seat {
 
 impl Drop for Seat {
     fn drop(&mut self) {
-        self.0.live.viewers.fetch_sub(1, Ordering::Relaxed);
+        self.0.viewers.fetch_sub(1, Ordering::Relaxed);
     }
 }
 
 /// Asks the agent's loop for a text of the page once a second, and sends the text to all browsers, until no browser
 /// listens.
-async fn keep_current(shared: Arc<Shared>) {
-    let live = &shared.live;
+async fn keep_current<Answer: Future<Output = LivenessReport>>(live: Arc<Live>, ask: impl Fn() -> Answer) {
     while live.viewers() > 0 {
         let next = Instant::now() + PERIOD;
         live.is_wanted.store(true, Ordering::Relaxed);
-        let mut report = shared.ask().await;
+        let mut report = ask().await;
         if report.reason.is_none() && live.is_wanted.load(Ordering::Relaxed) {
             // The loop was not asked and has rendered no text, because an earlier answer was still fresh. Ask it now.
             sleep(FRESH).await;
-            report = shared.ask().await;
+            report = ask().await;
         }
         live.tell(report.reason.as_deref());
         sleep_until(next.into()).await;

@@ -21,13 +21,13 @@ use tokio::sync::watch;
 use tokio::task::{AbortHandle, JoinSet};
 use tokio::time::{sleep, timeout, timeout_at};
 
-use crate::http::{self, JSON, MAX_HEAD, METRICS, Method, Request, Response};
+use crate::http::{self, HTML, JSON, MAX_HEAD, METRICS, Method, Request, Response};
 use crate::liveness::{Liveness, LivenessReport, NextStep};
 use crate::log_sizes::{LogFile, LogSizes};
 use crate::metrics::{Moment, Registry, State, usages};
 use crate::names;
 use crate::orders::{Caller, MAX_ORDER, Order, Orders};
-use crate::page::{self, EVENTS, Live, MAX_VIEWERS, Seat};
+use crate::page::{EVENTS, Live, MAX_VIEWERS, PAGE, Seat};
 use crate::processes::Worker;
 
 /// Maximum number of simultaneous connections. See HEALTH-2.
@@ -35,7 +35,7 @@ pub const MAX_CONNECTIONS: usize = 64;
 /// Maximum number of simultaneous connections to the control socket (the agent's Unix socket for `elasticctl`).
 pub const MAX_CONTROLLERS: usize = 16;
 /// Time limit for receiving a client's request. The same limit applies to sending the response (HEALTH-1).
-pub(crate) const CLIENT_LIMIT: Duration = Duration::from_secs(2);
+const CLIENT_LIMIT: Duration = Duration::from_secs(2);
 /// Time limit for the agent's loop to answer. If no answer arrives in time, the response is based on the previous
 /// answer and on the waiting time.
 pub(crate) const ANSWER_LIMIT: Duration = Duration::from_secs(1);
@@ -62,7 +62,7 @@ pub(crate) struct Shared {
     /// Host on which the server listens. `None` if it has no port.
     host: Option<String>,
     orders: Orders,
-    pub(crate) live: Live,
+    live: Arc<Live>,
     wake: WakeFd,
     liveness: Mutex<Liveness>,
     answered: watch::Sender<()>,
@@ -116,7 +116,7 @@ impl Handle {
             began: now.checked_sub(age).unwrap_or(now),
             host: host.clone(),
             orders: Orders::default(),
-            live: Live::default(),
+            live: Arc::default(),
             wake: WakeFd::new().map_err(failed)?,
             liveness: Mutex::new(Liveness::new(limit)),
             answered: watch::Sender::default(),
@@ -354,7 +354,7 @@ async fn run_control(listener: UnixListener, shared: Arc<Shared>) {
 }
 
 /// A connection to the server, over TCP or over a Unix socket.
-pub(crate) trait Stream: AsyncRead + AsyncWrite + AsFd + AsRawFd + Unpin + 'static {}
+trait Stream: AsyncRead + AsyncWrite + AsFd + AsRawFd + Unpin + 'static {}
 
 impl<S: AsyncRead + AsyncWrite + AsFd + AsRawFd + Unpin + 'static> Stream for S {}
 
@@ -362,7 +362,7 @@ impl<S: AsyncRead + AsyncWrite + AsFd + AsRawFd + Unpin + 'static> Stream for S 
 /// the maximum number of connections (HEALTH-2).
 async fn attend(mut stream: impl Stream, shared: Arc<Shared>, caller: Option<Caller>) {
     if let Some(seat) = serve(&mut stream, &shared, caller).await {
-        tokio::task::spawn_local(seat.serve(stream));
+        tokio::task::spawn_local(seat.serve(stream, CLIENT_LIMIT));
     }
 }
 
@@ -391,7 +391,14 @@ async fn serve(stream: &mut impl Stream, shared: &Arc<Shared>, caller: Option<Ca
         (Ok((Request { method: Method::Post, .. }, _)), _) => (Response::text(405, "only GET and HEAD"), false),
         (Ok((request, _)), _) => {
             let is_event = request.path == EVENTS && request.method == Method::Get && is_ours(&request, shared);
-            match is_event.then(|| Seat::take(shared)) {
+            let ask = {
+                let shared = Arc::clone(shared);
+                move || {
+                    let shared = Arc::clone(&shared);
+                    async move { shared.ask().await }
+                }
+            };
+            match is_event.then(|| Seat::take(&shared.live, ask)) {
                 Some(Some(seat)) => return Some(seat),
                 Some(None) => (Response::text(503, &format!("{MAX_VIEWERS} pages are open already")), false),
                 None => (respond(&request, shared).await, request.method == Method::Head),
@@ -499,7 +506,7 @@ async fn respond(request: &Request, shared: &Shared) -> Response {
             shared.ask().await;
             of_json(200, &shared.status())
         }
-        "/" => page::page(),
+        "/" => Response { status: 200, kind: HTML, body: PAGE.into() },
         EVENTS => Response::text(200, "events for the page at /"),
         _ => Response::text(404, "there are /, /healthz, /readyz, /metrics and /status"),
     }
@@ -534,7 +541,7 @@ impl Shared {
     /// share one reply (HEALTH-3).
     ///
     /// Returns whether the agent is considered alive.
-    pub(crate) async fn ask(&self) -> LivenessReport {
+    async fn ask(&self) -> LivenessReport {
         let limit = ANSWER_LIMIT.min(lock(&self.liveness).limit());
         let deadline = Instant::now() + limit;
         // Subscribe before asking, so that no answer is missed.
