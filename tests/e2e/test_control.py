@@ -392,6 +392,8 @@ def test_a_stop_of_a_spare_says_that_the_job_on_the_other_nodes_ends(launch, wor
     options = words[next(at for at, word in enumerate(words) if word.startswith("--nnodes")) : -1]
     spare = launch(*options, env={"ELASTICRS_CONTROL_DIR": str(sockets)})
     spare.wait_for_line("waiting as a spare", "stderr")
+    assert sum("waiting as a spare" in line for line in asked("ps")[1].splitlines()) == 1
+    assert ": waiting as a spare (the job runs on 2 nodes) for " in asked("status", f"--job={spare.pid}")[1]
     code, text = asked("stop", f"--job={spare.pid}")
     assert (code, "stopping the job, which runs on 2 nodes without this one" in text) == (0, True), text
     assert [agent.wait() for agent in (*agents, spare)] == [1, 1, 1]

@@ -14,6 +14,7 @@ from elasticrs._engine.nodes.protocol.formation import MEMBERS_PER_TXN
 from elasticrs._engine.nodes.protocol.machine import Member, step
 from elasticrs._engine.nodes.protocol.messages import Outcome
 from elasticrs._engine.nodes.protocol.records import DamagedError, Head, number_of, table_of, workers_keys
+from elasticrs._engine.nodes.protocol.rounds import others_running
 from elasticrs._engine.nodes.rendezvous_store import CannotHost, KeptState, RendezvousStore
 from elasticrs._engine.nodes.transport.coordination import (
     Changes,
@@ -201,6 +202,11 @@ class Driver:
     @property
     def last_head(self) -> Head | None:
         return None if self._member is None else self._member.last_head
+
+    @property
+    def others_running(self) -> int:
+        """Number of nodes on which the job runs without this node, which waits as a spare; otherwise 0."""
+        return 0 if self._member is None else others_running(self._member)
 
     def node_names(self, *, asks: bool = False) -> list[str] | None:
         """Return the names of the round's nodes, ordered by group rank; ``None`` while this agent does not

@@ -202,6 +202,16 @@ def _is_spare(member: Member, head: Head) -> bool:
     return is_idle and head.size >= member.rendezvous.max_nodes and not is_mine(member.link, head)
 
 
+def others_running(member: Member) -> int:
+    """Return on how many nodes the job runs without this member, which waits as a spare. Return 0 if this
+    member takes part, or if the job does not run.
+    """
+    link, head = member.link, member.head
+    if link is None or head is None or not is_slot_known(link):
+        return 0
+    return head.size if _is_spare(member, head) else 0
+
+
 def _find_slot(member: Member, link: Link) -> None:
     """Read this member's ranks from the store, because the watch of their key may deliver them late. Do this
     only once for each state of the job.

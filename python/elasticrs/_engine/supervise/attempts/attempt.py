@@ -317,6 +317,8 @@ class JobResult(Record):
         read_history: see :class:`.Decisions`; ``find_overdue``, ``shared_cause`` and ``node_names`` likewise.
         ask_others: function that asks the other nodes' agents for the states of their ranks, unless they have
             just answered. It does not wait for the answers.
+        others_running: function that returns on how many nodes the job runs now without this node; 0 if this
+            node takes part.
         others: function that returns the last answers of the other nodes' agents about their ranks.
         return_values: return values of the workers, by global rank.
         kept: training step to which a failed job would return in another attempt, and the copies of the
@@ -342,6 +344,7 @@ class JobResult(Record):
     node_names: Callable[..., Sequence[str] | None] = lambda **_: None
     ask_others: Callable[[], None] = lambda: None
     others: Callable[[], list[dict[str, Any]]] = list
+    others_running: Callable[[], int] = int
     return_values: dict[int, object] = fresh(factory=dict)
     kept: Choice | None = None
 

@@ -117,8 +117,7 @@ class SeveralNodes(Decisions):
 
     @property
     def others_running(self) -> int:
-        head = None if self._driver is None else self._driver.last_head
-        return 0 if head is None or head.state != "RUNNING" or self._group_exists else head.size
+        return 0 if self._driver is None else self._driver.others_running
 
     @property
     def hosts_store(self) -> bool:

@@ -345,6 +345,7 @@ class HealthObserver(Observer):
             },
             "state": "NO_PROGRESS" if self._state == "HEALTHY" and self._no_progress else self._state,
             "outcome": self._outcome,
+            "spare_of": 0 if self._result is None else self._result.others_running(),
             "round": None if attempt is None else attempt.round,
             "attempt": None if attempt is None else attempt.name,
             "warm": None if attempt is None else attempt.warm,

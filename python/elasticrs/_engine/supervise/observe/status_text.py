@@ -37,6 +37,8 @@ UNKNOWN = "-"
 
 
 def state_of(status: Mapping[str, Any]) -> str:
+    if status.get("spare_of") and not status.get("outcome"):
+        return "waiting as a spare"
     state = str(status.get("outcome") or status.get("state"))
     return _STATES.get(state, state)
 
@@ -150,7 +152,10 @@ def title(status: Mapping[str, Any]) -> str:
 def _how(status: Mapping[str, Any]) -> str:
     group = status["group"] or {}
     parts = [state_of(status)]
-    if group:
+    if status.get("spare_of"):
+        others = status["spare_of"]
+        parts[0] += f" (the job runs on {others} node{'s' if others != 1 else ''})"
+    elif group:
         nodes, ranks = group["world_size"], group["workers"]
         parts[0] += f" with {ranks} rank{'s' if ranks != 1 else ''}"
         parts[0] += f" on {nodes} nodes" if nodes != 1 else ""
