@@ -408,8 +408,10 @@ def test_an_unwritable_report_file_is_reported_and_does_not_fail_the_job(launch,
 
 def test_the_folder_of_the_report_is_created_before_the_job_runs(launch, worker_script, tmp_path):
     path = tmp_path / "new" / "folder" / "report.json"
-    launch("--report", path, worker_script("pass")).exits(0)
+    told = f"--report: the folder {path.parent} did not exist, and was created"
+    assert told in launch("--report", path, worker_script("pass")).exits(0).stderr
     assert report_of(path)["outcome"] == "succeeded"
+    assert "did not exist" not in launch("--report", path, worker_script("pass")).exits(0).stderr
     refused = launch("--report", path / "more.json", worker_script("raise SystemExit(3)")).exits(2)
     assert "--report" in refused.stderr
 

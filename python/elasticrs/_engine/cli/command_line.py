@@ -90,8 +90,8 @@ def _main(argv: Sequence[str], signals: SignalPipe | None, *, owns_process: bool
             raise_descriptor_limit()
             _look_here_last()
         check_limits(job)
-        if job.report is not None:
-            _make_report_folder(job.report)
+        if job.report is not None and (folder := _make_report_folder(job.report)):
+            _say(f"--report: the folder {folder} did not exist, and was created", log_prefix)
         return _run(job, signals)
     except TextRequested as request:
         return _print_text(request.what, request.words)
@@ -230,11 +230,15 @@ def _print_text(what: str, words: Sequence[str]) -> int:
 
 
 def _fail(message: str, code: int, log_prefix: str | None = None) -> int:
+    _say(message, log_prefix)
+    return code
+
+
+def _say(message: str, log_prefix: str | None) -> None:
     from elasticrs._engine.process.console import Console
 
     console = Console(log_prefix=log_prefix)
     console.write(console.prefixed(message + os.linesep), WRITE_TIMEOUT)
-    return code
 
 
 def _write_and_wait(console: Console, signals: SignalPipe | None, others: Sequence[int], text: str) -> bool:
@@ -318,18 +322,23 @@ it is empty, no termination message is written.
 """
 
 
-def _make_report_folder(path: str) -> None:
-    """Create the report's folder, so that a mistake in the path is noticed before the job runs."""
+def _make_report_folder(path: str) -> str:
+    """Create the report's folder, so that a mistake in the path is noticed before the job runs. Return its
+    path; an empty text if it existed before.
+    """
     from elasticrs._engine.job.config import UsageError
 
     if os.path.isdir(path):
         raise UsageError(f"--report: got {path!r}, which is a folder; name a file in it")
+    folder = os.path.abspath(os.path.dirname(path))
+    had_folder = os.path.isdir(folder)
     try:
-        os.makedirs(os.path.dirname(path) or os.curdir, exist_ok=True)
+        os.makedirs(folder, exist_ok=True)
     except OSError as error:
         raise UsageError(
             f"--report: got {path!r}, whose folder cannot be created: {error.strerror}"
         ) from None
+    return "" if had_folder else folder
 
 
 def _conclude(job: JobSpec, result: JobResult, headline: str | None, say: Callable[[str], None]) -> int:
