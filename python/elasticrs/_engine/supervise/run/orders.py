@@ -69,6 +69,9 @@ DONE, FAILED, USAGE, NOT_AGREED, NO_JOB, REFUSED = range(6)
 STACKS_LIMIT = 1.0
 """Seconds within which a running worker has to tell its Python stack. One that does not runs C code."""
 
+NOW_LIMIT = 1.0
+"""Maximum seconds that ``elasticctl stop --now`` waits for other agents before it kills the workers here."""
+
 CALL_LIMIT = 3.0
 """Maximum seconds to wait for the other nodes' agents to answer a request that they can answer at once."""
 
@@ -230,11 +233,17 @@ class Orders:
             answer(told)
             self._agent.ask_to_stop(event, partial(_tell_delivery, answer, self._count()))
             return
+
+        def carry_out(_answers: object) -> None:
+            for _ in range(2 if is_now and self._decisions.signum is None else 1):
+                self._agent.ask_to_stop(event)
+            answer({"code": DONE, **told})
+
         if is_now and order.get("sender") is None:
-            self._ask_others(order, "stop", CALL_LIMIT, lambda _: None)
-        for _ in range(2 if is_now and not is_stopping else 1):
-            self._agent.ask_to_stop(event)
-        answer({"code": DONE, **told})
+            # First tell the other agents, because the end of this agent would withdraw its calls.
+            self._ask_others(order, "stop", NOW_LIMIT, carry_out)
+        else:
+            carry_out({})
 
     def _restart(self, _order: dict[str, Any], answer: Answer) -> None:
         if self._job.on_failure == "replace":
