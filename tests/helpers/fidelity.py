@@ -28,6 +28,7 @@ OF_A_RUN = (
 CHANGES = (
     (re.compile(rf"\b({'|'.join(OF_A_RUN)})=[\w:/-]+"), r"\1=OF THE RUN"),
     (re.compile(r"(/logs)/[^/\s\"']+_[0-9a-z_]+(?=[/\s\"']|$)"), r"\1/RUN"),
+    (re.compile(r"/dev/pts/\d+"), "/dev/pts/NUMBER"),
     (re.compile(r"(/elasticrs-timers)-[0-9a-f]+/"), r"\1/"),
     (re.compile(r" at 0x[0-9a-f]+"), " at ADDRESS"),
     (re.compile(r"\b(tracker_fd|pipe_handle)=\d+"), r"\1=DESCRIPTOR"),

@@ -220,7 +220,7 @@ class KeepAgent:
         words = self.notice()
         while words[:2] == ["keep", "joined"]:  # The pace has changed.
             words = self.notice()
-        assert words == ["keep", "answered"]
+        assert words == ["keep", "answered"], words
         return self.file(rank).words[layout.Head.ANSWER]
 
 

@@ -1,5 +1,6 @@
 """What :class:`elasticrs.Keep` does in a worker. The tests play the agent; the workers are real processes."""
 
+import os
 import re
 import socket
 from contextlib import closing
@@ -119,17 +120,26 @@ def test_order_while_the_optimizer_calls_the_model_is_carried_out_at_once(agent)
         worker.run("go_on.set(); t.join(); keep.step(3)")
 
 
-def test_order_and_sigterm_during_the_copy_at_an_exception_block_nothing(agent):
+def test_order_and_sigterm_during_the_copy_at_an_exception_block_nothing(agent, tmp_path):
     agent.begin()
+    go_on = tmp_path / "go on"
+    os.mkfifo(go_on)
     with agent.worker(preamble=model(replicated=True)) as worker:
         worker.run("train(1); train(2)")
         name = agent.joined()
         worker.run("signal.signal(signal.SIGTERM, lambda *_: keep.step(2))")
-        worker.run("from elasticrs._engine.inside.keep import copier; real = copier.digest_of")
-        end = "(os.kill(os.getpid(), signal.SIGTERM), real(data))[1]"
-        worker.run(f"copier.digest_of = lambda data: {end}")
+        worker.run("from elasticrs._engine.inside.keep import copier; real, calls = copier.digest_of, []")
+        # The first copy lasts until the order has been sent.
+        first = f"(os.kill(os.getpid(), signal.SIGTERM), open({str(go_on)!r}).close())"
+        worker.run(f"def digest_of(data): calls or (calls.append(1), {first}); return real(data)")
+        worker.run("copier.digest_of = digest_of")
         worker.send("1 / 0")
-        assert agent.order(name) == Answer.KEPT
+        agent.send(name)
+        go_on.write_text("")
+        while (words := agent.notice()) != ["keep", "answered"]:
+            assert words == ["keep", "left"]
+        # It has nothing to copy if its training has ended since the copy at the exception.
+        assert agent.file(0).words[Head.ANSWER] in (Answer.KEPT, Answer.NOTHING)
         assert worker.end()[0] == 1
     assert step_of(agent) == 2
 
