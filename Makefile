@@ -142,7 +142,7 @@ test-rust: programs ## the Rust part of `make test`
 	else \
 	    cargo test --locked --no-fail-fast --lib --bins --tests -- $(CARGO_IGNORED) --test-threads=1; \
 	fi
-	@cargo test --locked --doc --quiet
+	@MAKEFLAGS= cargo test --locked --doc --quiet
 
 test-python: build $(PYTEST_NEEDS) ## the Python part of `make test`; PYTEST="-k signals -x" selects tests
 	@$(PY) -m pytest -n $(JOBS) --dist worksteal --durations 15 --durations-min 2 $(PYTEST_SELECT) $(PYTEST)
