@@ -16,8 +16,8 @@ pub struct Request {
     pub method: Method,
     /// Length of the body in bytes, from the `Content-Length` header. 0 if there is no such header.
     pub length: usize,
-    /// True if the request has the header `Origin`. A browser adds it to each `POST`, and to a `GET` of the script of a
-    /// page that another server has sent.
+    /// True if the request has the header `Origin`. A browser adds it to each `POST`. It also adds it if the script of a
+    /// page from another server sends the request.
     pub is_from_page: bool,
 }
 

@@ -158,7 +158,7 @@ impl Seat {
                     Ok(()) => Arc::clone(&events.borrow_and_update()),
                     Err(_) => return,
                 },
-                // If a read returns, the client has disconnected, or is no browser: a browser sends only one request.
+                // A browser sends only one request. So if a read returns, the client has disconnected, or is no browser.
                 _ = stream.read(&mut ignored) => return,
                 () = sleep(SILENCE) => ":\n\n".into(),
             };
@@ -180,7 +180,7 @@ async fn keep_current<Answer: Future<Output = LivenessReport>>(live: Arc<Live>, 
         live.is_wanted.store(true, Ordering::Relaxed);
         let mut report = ask().await;
         if report.reason.is_none() && live.is_wanted.load(Ordering::Relaxed) {
-            // The loop was not asked and has rendered no text, because an earlier answer was still fresh. Ask it now.
+            // The agent's loop has rendered no text: it was not asked, because its last answer was recent. Ask now.
             sleep(FRESH).await;
             report = ask().await;
         }

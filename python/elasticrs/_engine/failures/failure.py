@@ -57,7 +57,7 @@ OWN_THREAD = "/elasticrs/_engine/inside/flight.py"
 
 
 def hang_file(error_file: str) -> str:
-    """Return the path of the file for the Python stacks of a hung worker, which has the given error file."""
+    """Return the path of the file for the stacks of a hung worker. ``error_file`` is its error file."""
     folder, name = os.path.split(error_file)
     return os.path.join(folder, "hang.txt" if name == "error.json" else f"{name}.hang.txt")
 
@@ -191,7 +191,7 @@ def load_object(path: str) -> dict[str, Any]:
 
 
 def _parts(beginning: bytes, end: bytes, written: float, size: int) -> dict[str, Any]:
-    """Return the parts that are used of an error file that is larger than :data:`_ERROR_FILE_LIMIT`."""
+    """Return the parts that the report needs of an error file above :data:`_ERROR_FILE_LIMIT`."""
     import json
     import re
 

@@ -475,7 +475,9 @@ def oom_rise(before: Mapping[str, int], after: Mapping[str, int]) -> tuple[str, 
 def probably_oom(
     exitcode: int | None, sent_signal: int | None, before: Mapping[str, int], after: Mapping[str, int]
 ) -> bool:
-    """Return true if the OOM killer probably killed a worker, or a command of its shell (exit code 137)."""
+    """Return true if the OOM killer probably killed a worker. If the worker is a shell, it may have killed a
+    command of that shell, which then exits with code 137.
+    """
     killed = exitcode in {-signal.SIGKILL, 128 + signal.SIGKILL}
     return killed and sent_signal != signal.SIGKILL and oom_rise(before, after) is not None
 

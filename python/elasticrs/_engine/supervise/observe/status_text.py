@@ -254,9 +254,9 @@ def _looks(status: Mapping[str, Any], workers: Sequence[Mapping[str, Any]]) -> l
 
 
 def _most_steps(workers: Sequence[Mapping[str, Any]]) -> dict[tuple[bool, float], int]:
-    """Return, for the time of each node's answer, the largest number of steps that any rank had made by then.
-    Numbers in newer answers are left out, because they include steps that were made later. Each key is a
-    pair: whether steps are counted from 0 after each restart, and the age of the answer in seconds.
+    """Return the largest number of steps that any rank had made when a node gave its answer. For each answer,
+    newer ones are left out, because they include later steps. Each key is a pair: whether steps are counted
+    from 0 after each restart, and the age of the answer in seconds.
     """
     told: dict[tuple[bool, float], int] = {}
     for worker in workers:

@@ -268,7 +268,7 @@ class AgreedSteps:
         exchange: Exchange | None = None,
     ) -> None:
         """Hold a signal back until all ranks stand at the start of the same training step, but for at most
-        ``hold`` seconds. Then call ``send``, which sends the signal, and ``tell``. Does not block.
+        ``hold`` seconds. Then call ``send`` to send the signal, and call ``tell``. Does not block.
 
         Args:
             signum: number of the signal.

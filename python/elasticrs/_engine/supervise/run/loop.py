@@ -404,7 +404,7 @@ class Agent:
         elif isinstance(action, machine.Start):
             self._start(action)
         elif isinstance(action, machine.Stop):
-            # For `stop --now`, only tell that the workers are killed.
+            # For `stop --now`, print only the line that the workers are killed, not one about SIGTERM.
             if not action.is_announced and (
                 self._stop_order != machine.STOP_NOW or action.signum == signal.SIGKILL
             ):
