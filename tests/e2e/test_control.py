@@ -19,7 +19,7 @@ from pathlib import Path
 
 import pytest
 from helpers import procs
-from helpers.elasticctl import COUNTS, WAITS, sizes, socket_of, status_of
+from helpers.elasticctl import COUNTS, SAVES, STUBBORN, WAITS, sizes, socket_of, status_of
 from helpers.http_client import get_json, port_of
 from helpers.nodes import meeting
 from helpers.procs import wait_gone, wait_state, wait_until
@@ -27,7 +27,6 @@ from helpers.procs import wait_gone, wait_state, wait_until
 from elasticrs import ctl
 from elasticrs._engine.cli.control_client import Connection
 
-STUBBORN = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + WAITS
 FAILS_ONCE = """
 import os
 if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
@@ -462,15 +461,6 @@ def test_py_spy_reads_the_stacks_of_silent_ranks(start, asked):
     assert job.wait() == 1
 
 
-SAVES = """
-import os, signal
-saved = []
-signal.signal(signal.SIGUSR1, lambda *_: saved.append(1))
-os.write(1, f"here {os.environ['RANK']} {os.getpid()}.\\n".encode())
-while not saved:
-    signal.pause()
-os.write(1, f"saved {os.environ['RANK']}.\\n".encode())
-"""
 DEAF = SAVES.replace("signal.signal(", "os.environ['RANK'] == '0' and signal.signal(")
 
 

@@ -10,21 +10,12 @@ from pathlib import Path
 
 import pytest
 from helpers import ports
-from helpers.elasticctl import COUNTS, WAITS, sizes, status_of
+from helpers.elasticctl import COUNTS, SAVES, STUBBORN, WAITS, sizes, status_of
 from helpers.nodes import meeting
 from helpers.procs import wait_until
 
 pytestmark = pytest.mark.privileged
 
-SAVES = """
-import os, signal
-saved = []
-signal.signal(signal.SIGUSR1, lambda *_: saved.append(1))
-os.write(1, f"here {os.environ['RANK']} {os.getpid()}.\\n".encode())
-while not saved:
-    signal.pause()
-os.write(1, f"saved {os.environ['RANK']}.\\n".encode())
-"""
 DEAF = SAVES.replace("signal.signal(", "os.environ['RANK'] != '2' and signal.signal(")
 
 
@@ -124,9 +115,6 @@ def test_a_checkpoint_is_refused_if_a_rank_of_another_node_has_no_handler(nodes,
     assert sorted(ranks) == [0, 1]
     assert asked("stop", "--now", f"--job={job.agents[0].pid}")[0] == 0
     assert [agent.wait() for agent in job.agents] == [1, 1]
-
-
-STUBBORN = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + WAITS
 
 
 @pytest.mark.parametrize(("options", "source"), [((), WAITS), (("--now",), STUBBORN)], ids=["stop", "now"])

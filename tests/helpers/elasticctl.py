@@ -20,6 +20,20 @@ os.write(1, f"here {os.environ['RANK']} {os.getpid()}.\\n".encode())
 signal.sigwait([signal.SIGUSR1])
 """
 
+STUBBORN = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + WAITS
+"""Program as ``WAITS`` that SIGTERM does not end."""
+
+SAVES = """
+import os, signal
+saved = []
+signal.signal(signal.SIGUSR1, lambda *_: saved.append(1))
+os.write(1, f"here {os.environ['RANK']} {os.getpid()}.\\n".encode())
+while not saved:
+    signal.pause()
+os.write(1, f"saved {os.environ['RANK']}.\\n".encode())
+"""
+"""Program that handles SIGUSR1 as a request for a checkpoint."""
+
 COUNTS = (
     """
 import time
