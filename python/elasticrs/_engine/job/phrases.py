@@ -82,9 +82,14 @@ def attempt_text(name: str) -> str:
     return name.replace("_r", " of round ").replace("_cold", " (cold)")
 
 
+def counted(number: int, noun: str) -> str:
+    """Format a number of things: ``1 node``, ``2 nodes``."""
+    return f"{number} {noun}{'s' if number != 1 else ''}"
+
+
 def restart_line(cause: str, stopped: int, restart: str, when: str, delay: float = 0.0) -> str:
     """Return the line about a restart in ``delay`` seconds. ``stopped`` other workers have been stopped."""
-    others = f"; {stopped} other{'s' if stopped != 1 else ''} stopped" if stopped else ""
+    others = f"; {counted(stopped, 'other')} stopped" if stopped else ""
     soon = f" in {duration(delay)}" if delay else ""
     return f"{cause}{others}; restarting{soon} (restart {restart}, {when})"
 
@@ -248,7 +253,7 @@ def goodput(productive_ns: int, total_ns: int) -> str:
 def timer_expired(timer: TimerExpired) -> str:
     """Report an expired timer, and escape the worker's text."""
     at = f" at {printable(timer.at)}" if timer.at else ""
-    others = f", {timer.others} other timer{'s' if timer.others != 1 else ''} live" if timer.others else ""
+    others = f", {counted(timer.others, 'other timer')} live" if timer.others else ""
     return f"timer expired: scope '{printable(timer.scope)}'{at}, deadline {_clock(timer.deadline)}{others}"
 
 

@@ -259,7 +259,7 @@ def describe(
     when = {Why.AT_DEATH: " at the failure", Why.AT_STOP: " at the stop"}.get(why_copied, "")
     saved = f" and saved in {folder}" if folder else ""
     text = f"step {step}, copied{when} by {kept_by[0]} of {kept_by[1]} ranks{saved}"
-    text += f", {lost} step{'s' if lost != 1 else ''} lost"
+    text += f", {phrases.counted(lost, 'step')} lost"
     if behind:
         verb = "draws" if len(behind) == 1 else "draw"
         text += f", {phrases.ranks_text(behind, 4)} {verb} new random numbers"

@@ -265,7 +265,7 @@ class TerminalReporter(Observer):
         used = result.restarts
         if result.phase is Phase.SUCCEEDED:
             if self._tells_all:
-                restarts = f"{used} restart{'s' if used != 1 else ''} charged"
+                restarts = f"{phrases.counted(used, 'restart')} charged"
                 goodput = phrases.goodput(
                     productive_ns(result.attempts), time.monotonic_ns() - self._begun_ns
                 )
@@ -284,7 +284,7 @@ class TerminalReporter(Observer):
         charged = f"{used} of {policy.max_restarts} restarts charged"
         if policy.window is not None:
             limit = f"{policy.max_restarts} in {phrases.duration(policy.window)}"
-            charged = f"{used} restart{'s' if used != 1 else ''} charged (at most {limit})"
+            charged = f"{phrases.counted(used, 'restart')} charged (at most {limit})"
         charged += self._not_charged()
         ending = f"{how} after {took}", f"; {charged}{logs}"
         if self._owns_process:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from elasticrs._engine.job.phrases import (
     attempt_text,
+    counted,
     duration,
     how_it_ended,
     local_time,
@@ -153,11 +154,10 @@ def _how(status: Mapping[str, Any]) -> str:
     group = status["group"] or {}
     parts = [state_of(status)]
     if status.get("spare_of"):
-        others = status["spare_of"]
-        parts[0] += f" (the job runs on {others} node{'s' if others != 1 else ''})"
+        parts[0] += f" (the job runs on {counted(status['spare_of'], 'node')})"
     elif group:
         nodes, ranks = group["world_size"], group["workers"]
-        parts[0] += f" with {ranks} rank{'s' if ranks != 1 else ''}"
+        parts[0] += f" with {counted(ranks, 'rank')}"
         parts[0] += f" on {nodes} nodes" if nodes != 1 else ""
     has_ended = _has_ended(status)
     parts[0] += f" {'after' if has_ended else 'for'} {duration(status['agent']['uptime_seconds'])}"
@@ -337,14 +337,13 @@ def _rank_rows(status: Mapping[str, Any]) -> list[tuple[str, tuple[str, ...]]]:
 
 def _more(status: Mapping[str, Any]) -> list[str]:
     more = len(all_workers(status)) - MAX_SHOWN
-    return [*([f"and {more} more rank{'s' if more != 1 else ''}"] if more > 0 else []), *_missing(status)]
+    return [*([f"and {counted(more, 'more rank')}"] if more > 0 else []), *_missing(status)]
 
 
 def _missing(status: Mapping[str, Any]) -> list[str]:
     group = status["group"] or {}
     missing = group.get("workers", 0) - len(all_workers(status))
-    who = f"{missing} rank{'s' if missing != 1 else ''}"
-    return [f"and {who} of which other nodes have not told yet"] if missing > 0 else []
+    return [f"and {counted(missing, 'rank')} of which other nodes have not told yet"] if missing > 0 else []
 
 
 _STATE_WEIGHTS = {

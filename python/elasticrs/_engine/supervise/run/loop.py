@@ -57,8 +57,7 @@ def _import_for_cause() -> None:
     try:
         import json  # noqa: F401
     except OSError:
-        # No file descriptor is free for these imports. The code that imports these modules later handles
-        # that.
+        # No file descriptor is free for this import. The code that imports the module later handles that.
         return
 
 
@@ -270,7 +269,7 @@ class Agent:
                 self._tracker.observers.quiet()
 
     def _prepare(self) -> float:
-        """Import, after the first failure, the code that describes its cause. This makes restarts faster."""
+        """Import, after the first failure, what describing its cause needs. This makes restarts faster."""
         attempts = self._tracker.result.attempts
         if not self._is_prepared and attempts and attempts[-1].first_failure is not None:
             self._is_prepared = True

@@ -225,7 +225,7 @@ class Orders:
         what = "the job" if self._decisions.can_end_job else "this node's part of the job"
         how = "its workers are being killed" if is_now else f"SIGTERM to its workers, {self._grace()}"
         if others := self._decisions.others_running:
-            what += f", which runs on {others} node{'s' if others != 1 else ''} without this one"
+            what += f", which runs on {phrases.counted(others, 'node')} without this one"
         told = {"message": f"stopping {what}: {how}"}
         name = machine.STOP_NOW if is_now else "stop"
         event = machine.SignalReceived(signal.SIGTERM, ends_job=True, order=name)
@@ -352,7 +352,7 @@ class Orders:
             )
         left = self._running_attempt().plan.ranks[0].group_world_size - 1
         if left < rendezvous.min_nodes:
-            are_left = f"{left} node{'s' if left != 1 else ''} would be left"
+            are_left = f"{phrases.counted(left, 'node')} would be left"
             raise Refused(f"{are_left}, and the job needs {rendezvous.min_nodes} (--nnodes)")
         take = partial(self._leave, answer, left, order.get("sender") is None)
         self._decisions.claim_drain(stays_out=order.get("stay_out") is True, take=take)
@@ -568,7 +568,7 @@ def _tell_delivery(answer: Answer, ranks: int, sent: Delivery) -> None:
 
 def delivery(ranks: int, sent: Delivery) -> dict[str, Any]:
     """Return the answer to ``elasticctl`` that tells to how many ranks a signal was sent, and how."""
-    to = f"{phrases.signal_name(sent.signum)} sent to {ranks} rank{'s' if ranks != 1 else ''}"
+    to = f"{phrases.signal_name(sent.signum)} sent to {phrases.counted(ranks, 'rank')}"
     code = NOT_AGREED if sent.why else DONE
     if sent.step is not None:
         waited = phrases.milliseconds(round(sent.waited * 1e9))
