@@ -198,3 +198,17 @@ def test_files_say_that_nothing_is_asked_some_time_after_the_signal(job, monkeyp
     while job.agreed.seconds_left() != float("inf"):
         pass
     assert [job.asked(rank)[1] for rank in (0, 1)] == [AgreedState.NONE] * 2
+
+
+def test_the_next_attempt_begins_without_a_request_in_its_files(job):
+    own = {rank: {} for rank in job.pids}
+    job.train(7)
+    job.files.begin({}, own, None)
+    assert [job.files.steps_of(rank)[1] for rank in own] == [7, 7]
+    job.begin()
+    assert job.agreed.is_asking
+    job.agreed.cancel()
+    assert not job.agreed.is_asking
+    job.files.begin({}, own, None)
+    assert [job.asked(rank) for rank in own] == [(0, AgreedState.NONE, 0)] * 2
+    assert not any(sum(job.files.steps_of(rank)) for rank in own)

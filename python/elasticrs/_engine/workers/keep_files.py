@@ -82,7 +82,9 @@ class KeepFiles:
         self, shared: Mapping[str, PlanValue], own: Mapping[int, Mapping[str, PlanValue]], newest: int | None
     ) -> None:
         """Prepare the workers' files for an attempt: write each worker's plan (what it is to restore), and
-        delete the copies of all steps after ``newest``. No worker of an earlier attempt may be running.
+        delete the copies of all steps after ``newest``. No worker of an earlier attempt may be running. Also
+        erase what the agent and the workers wrote about an agreed step (:class:`.Agreed`), except at the
+        first call, when the workers may be running.
 
         Args:
             shared: the members of the plan that are the same for all workers.
@@ -97,6 +99,8 @@ class KeepFiles:
             fd = self._fds[local_rank]
             if is_used:
                 self._clear(fd, newest)
+            if self._is_marked:
+                os.pwrite(fd, bytes(layout.WORD * (Agreed.END - Agreed.NUMBER)), layout.WORD * Agreed.NUMBER)
             end = _json(members)[1:]
             text = (begin_of_all + (", " if shared and members else "") + end).encode()
             if len(text) > layout.MAX_PLAN:

@@ -231,6 +231,10 @@ class AgreedSteps:
         say: function that prints a line for the user.
         handles: function that returns true if the process with a pid handles a signal; ``None`` if it has
             exited.
+
+    Attributes:
+        is_asking: true from a request to the workers until their files say that the agent asks for nothing.
+            Only then, :meth:`seconds_left`, :meth:`end` and :meth:`cancel` have anything to do.
     """
 
     def __init__(
@@ -246,14 +250,7 @@ class AgreedSteps:
         self._number = 0
         self._open: _Request | None = None
         self._reset_at: float | None = None
-
-    def begin_attempt(self, files: KeepFiles | None) -> None:
-        """Erase from the workers' files what the agent and the workers have written about steps in the last
-        attempt (the last start of the workers). None of its workers may be running.
-        """
-        self._reset_at = None
-        if files is not None:
-            files.ask(Agreed.NUMBER, [0] * (Agreed.END - Agreed.NUMBER))
+        self.is_asking = False
 
     def is_held(self, signum: int) -> bool:
         """Return true if a signal of this number is held back. Then another one requests nothing new."""
@@ -293,7 +290,7 @@ class AgreedSteps:
         self._write(Agreed.PAUSED, 0)
         self._write(Agreed.NUMBER, self._number)
         self._write(Agreed.STATE, AgreedState.WAIT)
-        self._open, self._reset_at = request, None
+        self._open, self._reset_at, self.is_asking = request, None, True
 
     def _may_help(self, signum: int, standings: Mapping[int, Standing]) -> bool:
         """Return true if the moment of the signal matters to a rank: if the job trains, and the rank handles
@@ -368,7 +365,7 @@ class AgreedSteps:
     def cancel(self) -> None:
         """If a signal is held back, do not send it any more, because the workers have exited."""
         if (request := self._open) is not None:
-            self._open = None
+            self._open, self.is_asking = None, False
             request.close()
             if request.tell is not None:
                 why = "the workers have exited"
@@ -400,7 +397,7 @@ class AgreedSteps:
             return float("inf")
         if now < self._reset_at:
             return self._reset_at - now
-        self._reset_at = None
+        self._reset_at, self.is_asking = None, False
         self._write(Agreed.STATE, AgreedState.NONE)
         return float("inf")
 

@@ -115,6 +115,7 @@ class Agent:
             self._end_delay,
             self._prepare,
             self._begin_while_starting,
+            self._deliver_held,
         ]
         if job.uninterruptible_state_timeout > 0:
             from elasticrs._engine.supervise.run.worker_states import Sleepers
@@ -488,9 +489,14 @@ class Agent:
         """Return true if this signal is being held back until all ranks have made the same step."""
         return self._agreed is not None and self._agreed.is_held(signum)
 
+    def _deliver_held(self) -> float:
+        """Send a signal that is held back, if it is time. Return the seconds until the next call."""
+        agreed = self._agreed
+        return _NEVER if agreed is None or not agreed.is_asking else agreed.seconds_left()
+
     def _end_hold(self, event: machine.Event) -> None:
         """Stop holding a signal back if this event means that the workers exited, or will be stopped."""
-        if self._agreed is None:
+        if self._agreed is None or not self._agreed.is_asking:
             return
         if isinstance(event, (machine.GroupEnded, machine.StartFailed)):
             self._agreed.cancel()
@@ -515,8 +521,6 @@ class Agent:
         self._begin_later = None
         if is_fresh or self._agreed is None:
             self._begin_later = time.monotonic() + _AFTER_START, action, attempt
-        if self._agreed is not None:
-            self._agreed.begin_attempt(None if self._keeping is None else self._keeping.files)
         self._decisions.observe(attempt)
         try:
             self._tracker.start(attempt)
@@ -555,7 +559,6 @@ class Agent:
             self._console.say,
             _handles,
         )
-        self._duties.append(self._agreed.seconds_left)
 
     def _open_memory(self) -> None:
         try:
