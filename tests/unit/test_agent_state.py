@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elasticrs._engine.job.failure_cause import Cause, Verdict
-from elasticrs._engine.job.restart_policy import Evidence, RestartSettings
+from elasticrs._engine.job.restart_policy import Cause, Evidence, RestartSettings, Verdict
 from elasticrs._engine.supervise.attempts.state_machine import (
     MAX_PORT_RETRIES,
     SIGKILL,

@@ -9,9 +9,9 @@ import pytest
 from helpers.attempts import adopted, ended, exited, failed, raised
 
 from elasticrs import _core
-from elasticrs._engine.failures.failure import remote_failure
+from elasticrs._engine.failures.failure import Clock, remote_failure
 from elasticrs._engine.gpus.xids import Xid
-from elasticrs._engine.job.failure_cause import Cause, Clock
+from elasticrs._engine.job.restart_policy import Cause
 from elasticrs._engine.nodes.protocol.records import bound_cause, checked_cause
 from elasticrs._engine.nodes.protocol.round_outcome import failure_of
 from elasticrs._engine.supervise.attempts.attempt import Attempt, JobResult

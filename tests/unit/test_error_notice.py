@@ -10,7 +10,7 @@ from helpers.procs import interpreters
 from worker_hook.test_hook import worker
 
 from elasticrs._engine.inside.error_file import give_notice
-from elasticrs._engine.job.failure_cause import headline
+from elasticrs._engine.job.phrases import headline
 
 __all__ = ["worker"]
 

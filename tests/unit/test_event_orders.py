@@ -10,8 +10,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from elasticrs import _core
+from elasticrs._engine.failures.failure import Clock
 from elasticrs._engine.job.config import JobSpec
-from elasticrs._engine.job.failure_cause import Clock
 from elasticrs._engine.supervise.attempts import state_machine as machine
 from elasticrs._engine.supervise.attempts.attempt import Attempt, phases
 from elasticrs._engine.supervise.failures.failed_attempt import Place, evidence, facts, first_word, own_cause

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elasticrs._engine.inside import error_file
-from elasticrs._engine.job.failure_cause import LIBRARIES, headline, shortened, summarize
+from elasticrs._engine.job.phrases import LIBRARIES, headline, shortened, summarize
 
 LIBRARY = """Traceback (most recent call last):
   File "/data/me/train.py", line 41, in <module>
@@ -72,7 +72,7 @@ def test_a_long_exception_message_is_cut():
 CARRIERS = """
 import asyncio, json, multiprocessing, sys, traceback
 from concurrent.futures import ProcessPoolExecutor
-from elasticrs._engine.job.failure_cause import headline, summarize
+from elasticrs._engine.job.phrases import headline, summarize
 
 def fails(text): raise ValueError(text)                                                     # line 6
 

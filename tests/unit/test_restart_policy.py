@@ -8,15 +8,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elasticrs._engine.job.failure_cause import Cause, Permanence, Verdict
 from elasticrs._engine.job.restart_policy import (
     MAX_SUSPECTS,
     STEADY,
     UNPROVEN,
+    Cause,
     Evidence,
     FailureHistory,
+    Permanence,
     RestartDecision,
     RestartSettings,
+    Verdict,
     decide,
     exclude,
     is_suspect,

@@ -15,7 +15,7 @@ import pytest
 from helpers.procs import HANG
 
 from elasticrs._engine.job.config import JobSpec, LogSettings, UsageError
-from elasticrs._engine.job.failure_cause import Verdict
+from elasticrs._engine.job.restart_policy import Verdict
 from elasticrs._engine.process.signals import SignalPipe
 from elasticrs._engine.supervise.attempts.state_machine import Phase
 from elasticrs._engine.supervise.decide import decisions, handler_nodes

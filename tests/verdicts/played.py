@@ -18,11 +18,11 @@ from rendezvous.cluster import Cluster
 
 from elasticrs import _core
 from elasticrs._engine.cli.arguments import resolve
-from elasticrs._engine.failures.failure import root_cause
-from elasticrs._engine.job import failure_cause
+from elasticrs._engine.failures import failure
+from elasticrs._engine.failures.failure import Clock, root_cause
 from elasticrs._engine.job.config import ExitCodes
-from elasticrs._engine.job.failure_cause import Cause, Clock
 from elasticrs._engine.job.options import parse
+from elasticrs._engine.job.restart_policy import Cause
 from elasticrs._engine.nodes.protocol import messages
 from elasticrs._engine.supervise.attempts import state_machine as machine
 from elasticrs._engine.supervise.attempts.attempt import Attempt, JobResult
@@ -134,8 +134,8 @@ class Node:
 
     def __enter__(self):
         """Replace this machine's clocks with those of the node."""
-        self._clocks, failure_cause.time = (
-            failure_cause.time,
+        self._clocks, failure.time = (
+            failure.time,
             SimpleNamespace(
                 time_ns=lambda: time.time_ns() + self._wall_ns,
                 monotonic_ns=lambda: time.monotonic_ns() + self._monotonic_ns,
@@ -143,7 +143,7 @@ class Node:
         )
 
     def __exit__(self, *_):
-        failure_cause.time = self._clocks
+        failure.time = self._clocks
 
 
 def beat_of(rank, at_ns, step, is_global=False):

@@ -28,7 +28,8 @@ import os
 import time
 
 from elasticrs._engine import public
-from elasticrs._engine.job.phrases import describe_exit, how_it_ended, printable
+from elasticrs._engine.job.phrases import describe_exit, headline, how_it_ended, printable, summarize
+from elasticrs._engine.job.value import Value
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
     from typing import Any
 
     from elasticrs._core import WorkerExited
-    from elasticrs._engine.job.failure_cause import Cause, Clock
+    from elasticrs._engine.job.restart_policy import Cause
 
 # --- the files of a worker, whose paths begin with the path of its error file ---
 
@@ -403,8 +404,6 @@ class ProcessFailure:
         callstack = extra.get("py_callstack") if isinstance(extra, dict) else None
         if self.exception is None or not isinstance(callstack, str):
             return
-        from elasticrs._engine.job.failure_cause import summarize
-
         found = summarize(callstack)
         if found is None or found.exception is None:
             return
@@ -488,6 +487,30 @@ def failure_of(
     )
 
 
+class Clock(Value):
+    """Wall clock of the machine that hosts the nodes' common store. ``offset_ns`` is its time minus that of
+    this node's wall clock. ``error_ns`` is the possible error of this offset; ``None`` if it is unknown.
+    """
+
+    offset_ns: int = 0
+    error_ns: int | None = 0
+
+    def from_monotonic(self, ns: int) -> int:
+        return ns + _wall_minus_monotonic() + self.offset_ns
+
+    def to_monotonic(self, ns: int) -> int:
+        return ns - self.offset_ns - _wall_minus_monotonic()
+
+
+def _wall_minus_monotonic() -> int:
+    """Return wall clock minus monotonic clock, in ns. Of three measurements, the fastest is most precise."""
+    found = []
+    for _ in range(3):
+        before, wall, after = time.monotonic_ns(), time.time_ns(), time.monotonic_ns()
+        found.append((after - before, wall - (before + after) // 2))
+    return min(found)[1]
+
+
 def remote_failure(cause: Cause, clock: Clock) -> ProcessFailure:
     """Return a failure on another node; ``cause.rank`` must be known."""
     failure = ProcessFailure(
@@ -554,8 +577,6 @@ def _ended_by_itself(failure: ProcessFailure) -> bool:
 def _headline(failure: ProcessFailure) -> str | None:
     if failure.error_file == NOT_AVAILABLE and not failure.cause:
         return None
-    from elasticrs._engine.job.failure_cause import headline
-
     if failure.member is not None:
         return headline(failure.member, failure.more_members)
     return headline(traceback_text(failure))

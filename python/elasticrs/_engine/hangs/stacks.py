@@ -10,8 +10,7 @@ import os
 import re
 from typing import NamedTuple
 
-from elasticrs._engine.job.failure_cause import LIBRARIES, OWN_PACKAGE
-from elasticrs._engine.job.phrases import printable
+from elasticrs._engine.job.phrases import LIBRARIES, OWN_PACKAGE, printable
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

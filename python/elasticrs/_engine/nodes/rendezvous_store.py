@@ -6,7 +6,7 @@ import errno
 import os
 from functools import partial
 
-from elasticrs._engine.job.failure_cause import Clock
+from elasticrs._engine.failures.failure import Clock
 from elasticrs._engine.job.value import Record
 from elasticrs._engine.nodes import hosting
 from elasticrs._engine.nodes.protocol.records import WORKERS_STORES, Keys

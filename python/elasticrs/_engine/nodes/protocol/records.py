@@ -13,8 +13,7 @@ from __future__ import annotations
 import json
 
 from elasticrs._engine.job.config import MAX_IN_WINDOW
-from elasticrs._engine.job.failure_cause import Cause
-from elasticrs._engine.job.restart_policy import MAX_SUSPECTS, FailureHistory
+from elasticrs._engine.job.restart_policy import MAX_SUSPECTS, Cause, FailureHistory
 from elasticrs._engine.job.value import Value
 from elasticrs._engine.nodes.protocol.rendezvous import Command
 from elasticrs._engine.nodes.transport.addresses import is_loopback_name

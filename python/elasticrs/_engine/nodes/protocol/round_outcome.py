@@ -14,9 +14,8 @@ import signal
 import zlib
 from collections import Counter
 
-from elasticrs._engine.job.failure_cause import Cause, Verdict
 from elasticrs._engine.job.phrases import MAX_HOW, how_it_ended, local_time, printable, restarts_used
-from elasticrs._engine.job.restart_policy import STEADY, Evidence, decide, exclude
+from elasticrs._engine.job.restart_policy import STEADY, Cause, Evidence, Verdict, decide, exclude
 from elasticrs._engine.job.value import Value
 from elasticrs._engine.nodes.protocol.records import blame_of, cut, is_of_same_node, time_of
 

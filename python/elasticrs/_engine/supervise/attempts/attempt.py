@@ -11,10 +11,9 @@ from __future__ import annotations
 import signal
 import time
 
-from elasticrs._engine.failures.failure import error_file_of, flight_records
+from elasticrs._engine.failures.failure import Clock, error_file_of, flight_records
 from elasticrs._engine.job import phrases
-from elasticrs._engine.job.failure_cause import Clock, Verdict
-from elasticrs._engine.job.restart_policy import FailureHistory, recent
+from elasticrs._engine.job.restart_policy import FailureHistory, Verdict, recent
 from elasticrs._engine.job.value import Record, fresh
 from elasticrs._engine.process.background_call import FileAccess
 from elasticrs._engine.supervise.attempts.state_machine import Phase
@@ -30,8 +29,7 @@ if TYPE_CHECKING:
     from elasticrs._engine.gpus.xids import Xid
     from elasticrs._engine.hangs.culprits import Blame, Diagnosis
     from elasticrs._engine.inside.keep.choice import Choice
-    from elasticrs._engine.job.failure_cause import Cause
-    from elasticrs._engine.job.restart_policy import RestartSettings
+    from elasticrs._engine.job.restart_policy import Cause, RestartSettings
     from elasticrs._engine.workers.keep_files import KeepFiles
     from elasticrs._engine.workers.node_page import Met
     from elasticrs._engine.workers.plan import Plan

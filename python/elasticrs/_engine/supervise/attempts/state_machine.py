@@ -29,13 +29,13 @@ import signal
 from enum import Enum
 
 from elasticrs._engine.job import phrases
-from elasticrs._engine.job.failure_cause import Verdict
 from elasticrs._engine.job.restart_policy import (
     NO_EVIDENCE,
     Evidence,
     FailureHistory,
     RestartDecision,
     RestartSettings,
+    Verdict,
     decide,
     has_not_met_since,
     recent,

@@ -7,8 +7,8 @@ from __future__ import annotations
 import os
 from abc import ABC, abstractmethod
 
+from elasticrs._engine.failures.failure import Clock
 from elasticrs._engine.job.config import SAFETY_TICK
-from elasticrs._engine.job.failure_cause import Clock
 from elasticrs._engine.job.restart_policy import FailureHistory
 from elasticrs._engine.process.background_call import BackgroundCall
 from elasticrs._engine.supervise.attempts import state_machine as machine
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from elasticrs import _core
     from elasticrs._engine.job.config import JobSpec
-    from elasticrs._engine.job.failure_cause import Cause
+    from elasticrs._engine.job.restart_policy import Cause
     from elasticrs._engine.nodes.calls import Calls, Serve
     from elasticrs._engine.nodes.rendezvous_store import KeptState
     from elasticrs._engine.nodes.transport.store import Store

@@ -26,8 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from elasticrs._engine.job.config import JobSpec
-    from elasticrs._engine.job.failure_cause import Cause
-    from elasticrs._engine.job.restart_policy import Meetings
+    from elasticrs._engine.job.restart_policy import Cause, Meetings
     from elasticrs._engine.nodes.protocol.rendezvous import Rendezvous
     from elasticrs._engine.process.console import Console
 

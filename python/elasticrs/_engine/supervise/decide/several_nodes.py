@@ -12,8 +12,7 @@ from functools import partial
 from elasticrs._engine.gpus import MEMORY_LIMIT, are_gpus_visible
 from elasticrs._engine.job import phrases
 from elasticrs._engine.job.config import SAFETY_TICK
-from elasticrs._engine.job.failure_cause import Cause, Clock, Permanence, Verdict
-from elasticrs._engine.job.restart_policy import FailureHistory, is_suspect
+from elasticrs._engine.job.restart_policy import Cause, FailureHistory, Permanence, Verdict, is_suspect
 from elasticrs._engine.nodes.driver import Driver
 from elasticrs._engine.nodes.hosting import SystemResolver, decide_hosting
 from elasticrs._engine.nodes.protocol import messages
@@ -36,6 +35,7 @@ if TYPE_CHECKING:
     from typing import Any
 
     from elasticrs import _core
+    from elasticrs._engine.failures.failure import Clock
     from elasticrs._engine.job.config import JobSpec
     from elasticrs._engine.nodes.calls import Calls
     from elasticrs._engine.nodes.protocol.rendezvous import Rendezvous

@@ -14,6 +14,7 @@ import time
 
 from elasticrs._engine.failures.failure import (
     NOT_AVAILABLE,
+    Clock,
     ProcessFailure,
     failed_ns,
     failure_of,
@@ -24,8 +25,8 @@ from elasticrs._engine.failures.failure import (
     victims,
 )
 from elasticrs._engine.job import phrases
-from elasticrs._engine.job.failure_cause import Cause, Clock, Permanence, shortened, summarize
-from elasticrs._engine.job.restart_policy import STEADY, Evidence
+from elasticrs._engine.job.phrases import shortened, summarize
+from elasticrs._engine.job.restart_policy import STEADY, Cause, Evidence, Permanence
 from elasticrs._engine.job.value import Value
 from elasticrs._engine.process.background_call import FILE_LIMIT
 from elasticrs._engine.supervise.attempts.attempt import oom_note, probably_oom

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from elasticrs._engine import public
 from elasticrs._engine.job import phrases
 from elasticrs._engine.job.config import hang_limits
-from elasticrs._engine.job.failure_cause import headline
+from elasticrs._engine.job.phrases import headline
 from elasticrs._engine.supervise.attempts.state_machine import AnnounceRestart, Phase, Start, Stop
 from elasticrs._engine.supervise.failures.failed_attempt import first_seen, seen_failure
 from elasticrs._engine.supervise.observe.observer import Observer

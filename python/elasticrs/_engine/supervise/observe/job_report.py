@@ -22,7 +22,7 @@ from elasticrs._engine.failures.failure import (
 )
 from elasticrs._engine.failures.report import format_report
 from elasticrs._engine.job import phrases
-from elasticrs._engine.job.failure_cause import Verdict
+from elasticrs._engine.job.restart_policy import Verdict
 from elasticrs._engine.process.background_call import FileAccess
 from elasticrs._engine.supervise.attempts.state_machine import Phase
 from elasticrs._engine.supervise.failures.failed_attempt import failures, last_heartbeats, told_here

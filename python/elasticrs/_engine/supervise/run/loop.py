@@ -13,7 +13,7 @@ from collections import deque
 from functools import partial
 
 from elasticrs._engine.job import phrases
-from elasticrs._engine.job.failure_cause import Verdict
+from elasticrs._engine.job.restart_policy import Verdict
 from elasticrs._engine.process.background_call import FileAccess
 from elasticrs._engine.process.console import END_PATIENCE, Console
 from elasticrs._engine.process.other_processes import has_own_proc
