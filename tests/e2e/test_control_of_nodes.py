@@ -126,6 +126,8 @@ def test_a_stop_is_told_as_a_stop_on_all_nodes(nodes, asked, tmp_path, options, 
         assert re.search(r"\]: stopped(?: by elasticctl stop(?: --now)?)? after", agent.stderr), agent.stderr
         assert "verdict" not in agent.stderr
         assert "failed" not in agent.stderr
+    first = "SIGKILL" if options else "SIGTERM"
+    assert f"elasticctl: the job ends; {first} to the workers" in job.agents[1].stderr
     assert json.loads((tmp_path / "report").read_text())["outcome"] == "stopped"
 
 

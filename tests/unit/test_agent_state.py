@@ -208,6 +208,15 @@ def test_the_second_signal_kills_the_workers():
     assert actions[-2:] == [Stop(SIGKILL, 0.0), Exit(1)]
 
 
+def test_a_request_to_stop_now_kills_the_workers_without_a_grace_period():
+    now = SignalReceived(SIGTERM, now=True)
+    state, actions = play([*UP, now])
+    assert (state.phase, state.signum, actions[-1]) == (Phase.STOPPING, SIGTERM, Stop(SIGKILL, 0.0))
+    assert Stop(SIGTERM, GRACE, is_planned=True) not in actions
+    _, actions = play([*UP, SignalReceived(SIGTERM), now])
+    assert actions[-2:] == [Stop(SIGTERM, GRACE, is_planned=True), Stop(SIGKILL, 0.0)]
+
+
 @pytest.mark.parametrize("before", [[], [Begin()]])
 def test_a_signal_before_workers_exist_stops_the_agent_immediately(before):
     state, actions = play([*before, SignalReceived(SIGTERM)])
@@ -333,7 +342,7 @@ events = st.one_of(
         st.sampled_from([None, None, None, "hung"]),
         evidences,
     ),
-    st.builds(SignalReceived, st.sampled_from([SIGTERM, SIGINT])),
+    st.builds(SignalReceived, st.sampled_from([SIGTERM, SIGINT]), now=st.sampled_from([False, False, True])),
     st.builds(WorkerSwept, ranks, st.sampled_from([False, False, True])),
     st.builds(WorkerReplaced, ranks),
     st.builds(ReplaceFailed, ranks),
@@ -359,7 +368,10 @@ def test_invariants_hold_for_every_event_sequence(sequence, max_restarts, replac
         if before.phase.is_terminal:
             assert (state, actions) == (before, []), "AGENT-3"
             continue
-        signalled |= isinstance(event, SignalReceived)
+        if isinstance(event, SignalReceived):
+            kills = group_exists and (signalled or event.now)
+            assert (actions == [Stop(SIGKILL, 0.0)]) == kills, "AGENT-5"
+            signalled = True
         changes += isinstance(event, (MembershipChanged, RestartRequested))
         if isinstance(event, GroupEnded) and group_exists:
             group_exists = False

@@ -15,7 +15,7 @@ Invariants, each tested by a property test:
 - **AGENT-4** The agent's exit code is 0 only if nothing asked the agent to stop, and each worker of the last
   group exited with 0 or the rendezvous does not need this node.
 - **AGENT-5** After the first signal to stop, no process is started, and the agent exits when all workers have
-  ended.
+  ended. A request to stop at once, or a second request, kills them.
 - **AGENT-6** A node is not used again if a worker survived SIGKILL or hung in the kernel.
 - **AGENT-7** With ``replaces``, a failed worker is replaced after all its processes have exited, and the
   other workers keep running, as long as the restart budget lasts. A single restart is charged for all workers
@@ -238,16 +238,15 @@ class GroupEnded(Event):
         return self.why_stuck or self.found_unfit
 
 
-STOP_NOW = "stop --now"
-
-
 class SignalReceived(Event):
-    """The agent received a request to stop. ``ends_job``: on all nodes; ``None``: as configured. ``order``:
-    the command of ``elasticctl`` that asked for it; empty if a signal did.
+    """The agent received a request to stop. ``ends_job``: on all nodes; ``None``: as configured. ``now``: the
+    workers are killed at once, as after a second request. ``order``: the command of ``elasticctl`` that asked
+    for it, for messages; empty if a signal did.
     """
 
     signum: int
     ends_job: bool | None = None
+    now: bool = False
     order: str = ""
 
 
@@ -391,6 +390,8 @@ def _on_signal(state: AgentState, event: SignalReceived) -> tuple[AgentState, li
         return state.replaced(phase=Phase.STOPPED, signum=event.signum), [Exit(1)]
     is_planned = state.phase is Phase.RUNNING and not state.worker_failed
     stop = Stop(event.signum, state.shutdown_timeout, is_planned=is_planned)
+    if event.now:
+        stop = Stop(SIGKILL, 0.0)
     return state.replaced(phase=Phase.STOPPING, signum=event.signum), [stop]
 
 

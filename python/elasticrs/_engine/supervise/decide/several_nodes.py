@@ -68,7 +68,7 @@ class SeveralNodes(Decisions):
         self._first_failure: int | None = None
         self._first_word: Cause | None = None
         self._gathers_evidence = False
-        self._group_exists = False
+        self._group_exists = self._is_now = False
         self._found_unfit: str | None = None
         self._last_cause: Cause | None = None
 
@@ -174,7 +174,7 @@ class SeveralNodes(Decisions):
         if self.phase.is_terminal:
             return []
         if isinstance(event, machine.SignalReceived):
-            return self._on_signal(event.signum, ends_job=event.ends_job)
+            return self._on_signal(event)
         if isinstance(event, machine.RestartRequested):
             return self._tell(messages.AskForRound(event.reason))
         if isinstance(event, machine.Begin):
@@ -205,15 +205,15 @@ class SeveralNodes(Decisions):
             return self._on_group_ended(event)
         return []
 
-    def _on_signal(self, signum: int, *, ends_job: bool | None) -> list[machine.Action]:
+    def _on_signal(self, event: machine.SignalReceived) -> list[machine.Action]:
+        signum, ends_job = event.signum, event.ends_job
         if self._driver is None:
             self.phase, self.signum = machine.Phase.STOPPED, signum
             return [machine.Exit(1)]
         if self.signum is not None:
             # A second stop request kills the workers at once.
-            kill: list[machine.Action] = [machine.Stop(machine.SIGKILL, 0.0)] if self._group_exists else []
-            return kill + self._translate(self._driver.hasten())
-        self.signum = signum
+            return self._kill()
+        self.signum, self._is_now = signum, event.now
         name = phrases.signal_name(signum)
         reason, ends_the_job = name, True
         if ends_job:
@@ -226,10 +226,17 @@ class SeveralNodes(Decisions):
         else:
             what, ends_the_job, self.leaves = "this node leaves the job", False, True
         if self._group_exists:
-            what += f"; {name} to the workers, SIGKILL in {self._job.shutdown_timeout:g} s{phrases.AGAIN}"
+            grace = f"{name} to the workers, SIGKILL in {self._job.shutdown_timeout:g} s{phrases.AGAIN}"
+            what += f"; {'SIGKILL to the workers' if event.now else grace}"
         source = f"{name} received" if ends_job is None else "elasticctl"
         self._console.say(f"{source}: {what}")
-        return self._tell(messages.Leave(reason, close=ends_the_job))
+        told = self._tell(messages.Leave(reason, close=ends_the_job))
+        return told + self._kill(is_announced=True) if event.now and not self.phase.is_terminal else told
+
+    def _kill(self, *, is_announced: bool = False) -> list[machine.Action]:
+        """Kill the workers of this node. Do not wait for other nodes or for the store any longer."""
+        kill: list[machine.Action] = [machine.Stop(machine.SIGKILL, 0.0, is_announced=is_announced)]
+        return (kill if self._group_exists else []) + self._translate(self._require_driver().hasten())
 
     def _on_hang(self, event: machine.HangSeen) -> list[machine.Action]:
         """Report the hang to the other nodes before the hung worker is killed, so that they can collect
@@ -344,6 +351,8 @@ class SeveralNodes(Decisions):
             self._console.say(f"{action.why}; killing the workers of round {action.round}{then}")
             return [machine.Stop(machine.SIGKILL, 0.0, is_announced=True)]
         grace, is_planned = self._job.shutdown_timeout, action.planned or action.asked
+        if self._is_now:
+            return [machine.Stop(machine.SIGKILL, 0.0, is_announced=True)]
         if self.signum is not None:
             return [machine.Stop(self.signum, grace, is_announced=True, is_planned=is_planned)]
         self._console.say(f"{action.why}: stopping the workers of round {action.round}")

@@ -404,10 +404,7 @@ class Agent:
         elif isinstance(action, machine.Start):
             self._start(action)
         elif isinstance(action, machine.Stop):
-            # For `stop --now`, print only the line that the workers are killed, not one about SIGTERM.
-            if not action.is_announced and (
-                self._stop_order != machine.STOP_NOW or action.signum == signal.SIGKILL
-            ):
+            if not action.is_announced:
                 attempt = self._tracker.attempt
                 have_exited = attempt is not None and attempt.has_ended
                 asked = self._decisions.signum
@@ -447,8 +444,7 @@ class Agent:
     def _stop(self, action: machine.Stop) -> None:
         """Stop the workers. If nothing has failed, first let all ranks come to the end of the same step."""
         agreed, (tell, self._tell_stop) = self._agreed, (self._tell_stop, None)
-        is_agreed = action.is_planned and self._stop_order != machine.STOP_NOW
-        if agreed is None or not is_agreed or not self._can_agree():
+        if agreed is None or not action.is_planned or not self._can_agree():
             if agreed is not None:
                 agreed.end("another request to stop came")
             self._tracker.stop(action)

@@ -227,16 +227,15 @@ class Orders:
         if others := self._decisions.others_running:
             what += f", which runs on {phrases.counted(others, 'node')} without this one"
         told = {"message": f"stopping {what}: {how}"}
-        name = machine.STOP_NOW if is_now else "stop"
-        event = machine.SignalReceived(signal.SIGTERM, ends_job=True, order=name)
+        name = "stop --now" if is_now else "stop"
+        event = machine.SignalReceived(signal.SIGTERM, ends_job=True, now=is_now, order=name)
         if not is_now and self._decisions.phase is machine.Phase.RUNNING:
             answer(told)
             self._agent.ask_to_stop(event, partial(_tell_delivery, answer, self._count()))
             return
 
         def carry_out(_answers: object) -> None:
-            for _ in range(2 if is_now and self._decisions.signum is None else 1):
-                self._agent.ask_to_stop(event)
+            self._agent.ask_to_stop(event)
             answer({"code": DONE, **told})
 
         if is_now and order.get("sender") is None:
