@@ -116,10 +116,10 @@ def test_workers_failing_before_the_next_rendezvous_cost_one_restart(launch, wor
     assert len(re.findall(r"replaced by .* \(restart 1 of 1, ", job.stderr)) == 2
 
 
-def test_only_the_descendants_of_the_dead_worker_are_killed(launch, worker_script):
-    job = launch(
-        *("--nproc-per-node=2", "--max-restarts=1", "--on-failure=replace"), worker_script(DAEMON + WAITS)
-    )
+@pytest.mark.parametrize("options", [(), ("--warm=json",)], ids=["cold", "warm"])
+def test_only_the_descendants_of_the_dead_worker_are_killed(launch, worker_script, options):
+    options = ("--nproc-per-node=2", "--max-restarts=1", "--on-failure=replace", *options)
+    job = launch(*options, worker_script(DAEMON + WAITS))
     pids = dict(started(job, 2))
     found = job.wait_for_lines(r"DAEMON rank=(\d) pid=(\d+)", 2)
     of = {int(each[1]): os.pidfd_open(int(each[2])) for each in found}

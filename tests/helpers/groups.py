@@ -68,9 +68,6 @@ class Group:
         self.supervisor.stop(_core.StopPolicy(signal.SIGKILL, 0.0))
         return self.end()
 
-    def exitcodes(self) -> dict[int, int | None]:
-        return {e.local_rank: e.exitcode for e in self.events if isinstance(e, _core.WorkerExited)}
-
 
 @pytest.fixture
 def group() -> Iterator[Group]:
