@@ -114,42 +114,30 @@ tell(values=list(elastic_launch(config, "/bin/true")().items()))
     ]
 
 
-def test_every_node_reports_the_same_first_failure(nodes):
-    functions = """
+@pytest.mark.parametrize(
+    ("end", "code", "said"),
+    [("raise ValueError('the very first')", 1, "ValueError: the very first"), ("os._exit(0)", 0, SILENT)],
+    ids=["exception", "exit without a value"],
+)
+def test_every_node_reports_the_same_first_failure(nodes, end, code, said):
+    functions = f"""
 def work():
     meet()
     if own("RANK") == 3:
-        raise ValueError("the very first")
-    signal.pause()
-"""
-    main = """
-try:
-    launch(work)
-except ChildFailedError as error:
-    rank, failure = error.get_first_failure()
-    tell(rank=rank, text="the very first" in str(error), code=failure.exitcode)
-"""
-    assert all_told(nodes(functions, main, 0, 1)) == [{"rank": 3, "text": True, "code": 1}] * 2
-
-
-def test_every_node_reports_an_exit_without_a_value_as_first_failure(nodes):
-    functions = """
-def work():
-    meet()
-    if own("RANK") == 3:
-        os._exit(0)
+        {end}
 """
     main = """
 try:
     launch(work, restarts=1)
 except ChildFailedError as error:
     rank, failure = error.get_first_failure()
-    tell(rank=rank, code=failure.exitcode, text=failure.message)
+    tell(rank, failure.exitcode, f"{error} {failure.message}")
 """
     started = nodes(functions, main, 0, 1)
-    assert all_told(started) == [{"rank": 3, "code": 0, "text": SILENT}] * 2
+    for rank, exitcode, text in all_told(started):
+        assert (rank, exitcode, said in text) == (3, code, True)
     for each in started:
-        each.wait_for_line(rf"rank 3 .*on node .* {SILENT}")
+        each.wait_for_line(rf"rank 3 .*on node .* {said}")
 
 
 def test_a_spare_node_returns_no_values(nodes, port):
@@ -321,43 +309,3 @@ except Exception as error:
     other = ends[1 - failing]
     assert other["kind"] not in ("none", kind)
     assert f"{kind}: {said}" in other["text"]
-
-
-@pytest.mark.slow
-@pytest.mark.torch
-def test_functions_train_across_nodes_and_a_killed_worker_is_replaced(nodes):
-    functions = """
-def work():
-    from elasticrs.train import AgentCoordinator, State, train
-    import torch
-    from torch import distributed
-
-    class Steps(State):
-        def __init__(self):
-            self.steps = torch.zeros(1)
-        def sync(self, world_size, rank):
-            distributed.all_reduce(self.steps, distributed.ReduceOp.MAX)
-        def capture_snapshot(self):
-            return self.steps.clone()
-        def apply_snapshot(self, snapshot):
-            self.steps = snapshot
-
-    def step(state):
-        if state.steps[0] == 6:
-            raise StopIteration
-        if state.steps[0] == 3 and NODE == 1 and own("TORCHELASTIC_RESTART_COUNT") == 0:
-            os.kill(os.getpid(), signal.SIGKILL)
-        ones = torch.ones(1)
-        distributed.all_reduce(ones)
-        state.steps += ones / distributed.get_world_size()
-        return state, None
-
-    state = train(AgentCoordinator("gloo"), step, Steps())
-    return int(state.steps[0]), own("TORCHELASTIC_RESTART_COUNT"), os.getpid()
-"""
-    main = """
-how = {"nproc": 1, "restarts": 2, "on_failure": "replace", "start_method": "spawn", "warm": "torch"}
-tell(values=list(launch(work, **how).values()))
-"""
-    (first,), (second,) = (each["values"] for each in all_told(nodes(functions, main, 0, 1)))
-    assert [first[:2], second[:2]] == [[6, 0], [6, 1]]

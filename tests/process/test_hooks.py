@@ -7,8 +7,6 @@ from helpers import ports, procs
 from helpers.host_programs import told
 from helpers.schema import schemas
 
-from elasticrs._engine.process.signals import ECHO
-
 HOST = '''
 from elasticrs.agent.server import LocalElasticAgent, RunResult, WorkerSpec, WorkerState
 from elasticrs.multiprocessing import DefaultLogsSpecs, SignalException
@@ -137,33 +135,34 @@ tell(*found)
     assert told(host("", main)) == [{"0": "mine"}, "not today", {"0": None, "1": None}]
 
 
-def test_a_missing_program_raises_file_not_found_error_in_an_agent_with_hooks(host):
-    main = """
-try:
-    agent(spec(handler(), "/no/such"), Hooked).run()
-except FileNotFoundError as error:
-    tell(isinstance(error, RuntimeError), str(error))
-"""
-    is_ours, text = told(host("", main))
-    assert is_ours
-    assert "`/no/such`" in text
-
-
-def test_unknown_process_ids_from_a_hook_are_an_error(host):
-    functions = """
-class Confused(LocalElasticAgent):
+CONFUSED = """
+class Confused(Hooked):
     def _start_workers(self, group):
-        return {rank: pid + 1 for rank, pid in super()._start_workers(group).items()}
+        return {rank: pid + 1 for rank, pid in super(Confused, self)._start_workers(group).items()}
 """
-    main = """
+
+
+@pytest.mark.parametrize(
+    ("work", "kinds", "said"),
+    [
+        ('"/no/such"', {"FileNotFoundError", "RuntimeError"}, "`/no/such`"),
+        ("lambda: 1", {"PicklingError"}, "lambda"),
+        ('"sleep", "60", interval=0.05', {"RuntimeError"}, "UNKNOWN"),
+    ],
+    ids=["missing program", "unpicklable function", "unknown process ids"],
+)
+def test_a_start_that_fails_ends_the_agent_with_the_error(host, work, kinds, said):
+    agent = "Confused" if said == "UNKNOWN" else "Hooked"
+    main = f"""
 try:
-    agent(spec(handler(), "sleep", "60", interval=0.05), Confused).run()
-except RuntimeError as error:
-    tell(str(error))
+    agent(spec(handler(), {work}), {agent}).run()
+except Exception as error:
+    tell([each.__name__ for each in type(error).__mro__], str(error), CALLS[-1])
 """
-    confused = functions.replace("super()", "super(Confused, self)")
-    (line,) = told(host(confused, main))
-    assert "UNKNOWN" in line
+    classes, text, last = told(host(CONFUSED, main))
+    assert last == "shutdown"
+    assert kinds <= {*classes}
+    assert said in text
 
 
 def test_a_signal_reaches_the_workers_and_ends_the_agent(host):
@@ -275,30 +274,6 @@ except SignalException as error:
     started.wait_for_line("MEETING")
     started.signal(signal.SIGINT)
     assert told(started) == ["SIGINT", True]
-
-
-def test_a_second_stop_signal_kills_the_workers_at_once(host):
-    functions = """
-def work():
-    signal.signal(signal.SIGTERM, lambda *_: os.write(1, b"DEAF\\n"))
-    print("READY", flush=True)
-    while True:
-        signal.sigtimedwait([], 0.05)
-"""
-    main = """
-try:
-    agent(spec(handler(), work, nproc=1), Hooked, shutdown_timeout=1000).run()
-except SignalException as error:
-    tell(error.sigval.name)
-"""
-    started = host(functions, main)
-    started.wait_for_line("READY")
-    started.signal(signal.SIGTERM)
-    started.wait_for_line("DEAF")
-    # Wait, because a second signal that comes earlier is considered part of the first stop request.
-    started.read_for(1.5 * ECHO)
-    started.signal(signal.SIGINT)
-    assert told(started) == ["SIGINT"]
 
 
 TORCHS = """
@@ -449,42 +424,3 @@ def test_an_error_of_the_logs_specs_before_a_start_ends_the_agent(host, attempt)
 def test_a_signal_before_a_failed_start_is_raised(host):
     started = host(FAILS_TO_START, RUN_AND_FAIL_TO_START, more=["0", "signalled"])
     assert told(started) == ["SignalException", "KeyError", "shutdown"]
-
-
-def test_an_unpicklable_function_ends_the_agent(host):
-    main = """
-try:
-    agent(spec(handler(), lambda: 1), Hooked).run()
-except Exception as error:
-    tell(type(error).__name__, CALLS[-1])
-"""
-    assert told(host("", main)) == ["PicklingError", "shutdown"]
-
-
-def test_polling_the_workers_returns_although_descriptors_are_ready(host):
-    functions = """
-class Looking(LocalElasticAgent):
-    def _monitor_workers(self, group):
-        if not CALLS:
-            workers = self._pcontext
-            # As the copy of a handler does in a forked process.
-            os.eventfd_write(workers._bell, 1)
-            workers.wait_for_news(0.001)
-            CALLS.append(workers.wait(0))
-            try:
-                os.eventfd_read(workers._bell)
-            except BlockingIOError:
-                CALLS.append("heard")
-            reader, writer = os.pipe()
-            os.write(writer, b"x")
-            workers._tracker.supervisor.watch_fd(reader)
-            CALLS.append(workers.wait(0))
-            workers._tracker.supervisor.unwatch_fd(reader)
-            os.kill(workers.pids()[0], signal.SIGKILL)
-        return super()._monitor_workers(group)
-"""
-    main = """
-result = agent(spec(handler(), "sleep", "1000", nproc=1, interval=0.05), Looking).run()
-tell(result.failures[0].exitcode, *CALLS)
-"""
-    assert told(host(functions, main)) == [-9, None, "heard", None]

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from helpers import procs
 from helpers.said import line_with
-from helpers.steady import EXIT_0, SteadyJob, send
+from helpers.steady import send
 from warm.test_guard import EXECUTES
 
 pytestmark = pytest.mark.beyond_torchrun
@@ -219,67 +219,8 @@ def test_a_python_program_started_by_an_import_runs_as_in_a_cold_worker(launch, 
 WARM = ("--warm", "json,colorsys")
 
 
-def test_a_killed_worker_and_a_killed_nursery_cost_one_restart_each(launch, tmp_path):
-    restarts = 6
-    job = SteadyJob(launch, tmp_path, 2, "--max-restarts", str(restarts), *WARM)
-    for attempt in (0, 2, 4):
-        pids = job.ready(attempt)
-        nursery = job.nursery()
-        send(pids[1], signal.SIGKILL)
-        job.launched.wait_for_line(rf"attempt {attempt + 1} is running", "stderr")
-        send(nursery, signal.SIGKILL)
-    for pid in job.ready(6).values():
-        send(pid, EXIT_0)
-    job.launched.exits(0)
-    job.check_logs()
-
-
 def test_a_warm_start_works_with_few_descriptors(launch, tmp_path, worker_script):
     prefix = ("sh", "-c", 'ulimit -n 100; exec "$@"', "sh")
     script = worker_script("import sys; print('RUNS', 'colorsys' in sys.modules, flush=True)")
     launched = launch("--nproc-per-node=2", "--tee=3", *WARM, script, prefix=prefix).exits(0)
     assert launched.stdout.count("RUNS True") == 2, launched.stderr
-
-
-HANGS = """
-import os, signal
-nursery, forks = os.getpid(), []
-def hang():
-    forks.append(os.getpid())
-    if forks == [nursery, nursery]:
-        open("hangs", "w").close()
-        signal.pause()
-os.register_at_fork({where}=hang)
-"""
-LEAVES_A_DAEMON = """
-import os, signal
-if os.environ["RANK"] == "0" and os.fork() == 0:
-    os.setsid()
-    if os.fork() == 0:
-        open("daemon.new", "w").write(str(os.getpid()))
-        os.rename("daemon.new", "daemon")
-        os.execvp("sleep", ["sleep", "1000"])
-    os._exit(0)
-signal.pause()
-"""
-
-
-@pytest.mark.parametrize("where", ["before", "after_in_parent"])
-def test_no_process_remains_if_the_agent_is_killed_while_a_fork_hangs(
-    launch, tmp_path, worker_script, where, library
-):
-    env = library(hangs=HANGS.format(where=where))
-    script = worker_script(LEAVES_A_DAEMON)
-    options = ("--nproc-per-node=2", "--warm=hangs", script)
-    launched = launch(*options, env=env, cwd=tmp_path)
-    procs.wait_until(lambda: (tmp_path / "hangs").exists() and (tmp_path / "daemon").exists())
-    everything = [child.pid for child in launched.descendants()]
-    (nursery,) = [child.pid for child in procs.nurseries(launched.pid)]
-    assert {nursery, int((tmp_path / "daemon").read_text())} < {*everything}
-    launched.signal(signal.SIGKILL)
-    try:
-        procs.assert_gone(everything, 20)
-    finally:
-        send(nursery, signal.SIGKILL)
-        launched.wait()
-    procs.reap_adopted()
