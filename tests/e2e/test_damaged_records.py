@@ -97,15 +97,6 @@ def test_a_job_with_damaged_store_records_restarts_and_succeeds(nodes, value):
     assert any(f"{PREFIX}slot/" in agent.stderr for agent in nodes.agents)
 
 
-@pytest.mark.parametrize("value", DAMAGED)
-def test_connected_agents_do_not_need_the_job_record(nodes, value):
-    first = nodes.workers(0)
-    nodes.damage("job", value)
-    tell(first[:1], FAIL)
-    tell(nodes.workers(1), SUCCEED)
-    assert nodes.ended() == [0, 0]
-
-
 def running_at(round_):
     head = {"state": "RUNNING", "round": round_, "form": "1.1", "used": 0, "size": 2, "world_size": 2}
     return json.dumps({**head, "master": ["127.0.0.1", 29500]}).encode()
@@ -118,17 +109,6 @@ def test_a_damaged_head_record_fails_the_job_and_is_named(nodes, value):
     assert nodes.ended() == [1, 1]
     for agent in nodes.agents:
         assert re.search(rf"^elasticrs.*: .*{key}", agent.stderr, re.MULTILINE)
-
-
-def test_a_damaged_done_record_still_marks_its_node_as_finished(nodes):
-    workers = nodes.workers(0)
-    nodes.damage("slot", b"null")
-    nodes.stranger.watch(PREFIX + "done/")
-    tell(workers[1:], SUCCEED)
-    assert nodes.stranger.changes()[0][0] == f"{PREFIX}done/1/{workers[1].rank}"
-    nodes.damage("done", b"\xff")
-    tell(workers[:1], SUCCEED)
-    assert nodes.ended() == [0, 0]
 
 
 def test_a_late_agent_is_refused_if_the_job_record_is_damaged(launch, nodes):

@@ -100,15 +100,6 @@ def test_stopping_a_job_with_a_rank_that_raised_prints_the_report(launch, worker
     assert "ValueError: no such batch" in report
 
 
-def test_stopping_a_job_without_a_failure_prints_no_report(launch, worker_script):
-    script = worker_script("import signal\nprint('HERE', flush=True)\nsignal.pause()")
-    launched = launch("--nproc-per-node=2", script)
-    launched.wait_for_lines("HERE", 2)
-    launched.signal(signal.SIGTERM)
-    assert launched.wait() != 0
-    assert "Root Cause" not in launched.stderr
-
-
 LIVES = {
     "a caught exception of record": """
         from elasticrs.multiprocessing.errors import record

@@ -3,11 +3,9 @@
 import os
 import re
 import signal
-import subprocess
-import sys
 
 import pytest
-from helpers import procs
+from helpers import held, procs
 from helpers.lines import leftovers
 
 pytestmark = pytest.mark.beyond_torchrun
@@ -53,39 +51,6 @@ def test_a_process_without_its_main_thread_dies_with_a_killed_launcher(launch, w
     procs.reap_adopted()
 
 
-TRACER = """
-import ctypes, signal, sys
-PTRACE_SEIZE = 0x4206
-libc = ctypes.CDLL(None, use_errno=True)
-assert libc.ptrace(PTRACE_SEIZE, int(sys.argv[1]), None, int(sys.argv[2])) == 0, ctypes.get_errno()
-print("TRACES", flush=True)
-signal.pause()
-"""
-
-
-@pytest.fixture
-def trace():
-    """Return a function that starts a tracer of a process. The tracer never waits for that process, and is
-    killed after the test.
-    """
-    tracers = []
-
-    def start(pid, options=0):
-        command = [sys.executable, "-c", TRACER, str(pid), str(options)]
-        tracers.append(subprocess.Popen(command, stdout=subprocess.PIPE))
-        procs.bystanders.add(tracers[-1].pid)
-        assert tracers[-1].stdout.readline() == b"TRACES\n"
-        return tracers[-1].pid
-
-    yield start
-    for tracer in tracers:
-        with tracer:
-            tracer.kill()
-        procs.bystanders.discard(tracer.pid)
-    # The traced processes become children of this process only when their tracers are gone.
-    procs.reap_adopted()
-
-
 TRACED = """
     import os, sys
     attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
@@ -97,35 +62,21 @@ TRACED = """
 
 
 @pytest.mark.parametrize("code", [0, 3])
-def test_a_rank_whose_exit_is_held_by_a_tracer_counts_as_exited(launch, worker_script, trace, tmp_path, code):
+def test_a_rank_whose_exit_is_held_by_a_tracer_counts_as_exited(launch, worker_script, tmp_path, code):
     fifo = tmp_path / "fifo"
     os.mkfifo(fifo)
     launched = launch("--max-restarts=1", worker_script(TRACED), fifo, str(code))
     pid = int(launched.wait_for_line(r"ATTEMPT 0 PID (\d+)")[1])
-    tracer = trace(pid)
+    held.trace(pid)
     os.close(os.open(fifo, os.O_WRONLY))
-    launched.exits(0)
+    try:
+        launched.exits(0)
+    finally:
+        os.waitpid(pid, 0)
     assert f"(pid {pid}) has exited" in launched.stderr
-    assert f"(pid {tracer}) traces it" in launched.stderr
+    assert f"(pid {os.getpid()}) traces it" in launched.stderr
     assert "hung" not in launched.stderr
     assert ("ATTEMPT 1" in launched.stdout) == (code != 0)
-
-
-@pytest.mark.parametrize("options", [(), ("--warm=json",)], ids=["cold", "warm"])
-def test_workers_die_with_a_killed_agent_whose_nurseries_are_paused(launch, worker_script, options):
-    script = worker_script("import os, signal\nos.write(1, b'HERE\\n')\nsignal.pause()")
-    launched = launch("--nproc-per-node=2", *options, script)
-    launched.wait_for_lines("HERE", 2)
-    below = [process.pid for process in launched.descendants()]
-    nurseries = [process.pid for process in procs.children(launched.pid)]
-    assert len(nurseries) == (2 if options else 1)
-    for pid in nurseries:
-        os.kill(pid, signal.SIGSTOP)
-        procs.wait_state(pid, "T")
-    launched.signal(signal.SIGKILL)
-    launched.exits(-signal.SIGKILL)
-    procs.assert_gone(below)
-    procs.reap_adopted()
 
 
 SLEEPER = """

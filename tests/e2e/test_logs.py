@@ -118,25 +118,6 @@ def test_non_text_bytes_are_passed_through_unchanged(launch, worker_script, tmp_
 
 
 @pytest.mark.beyond_torchrun
-def test_a_blocked_console_blocks_neither_workers_nor_a_restart(launch, worker_script, tmp_path):
-    script = worker_script("""
-        import os
-        attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
-        for _ in range(300):
-            os.write(1, b"x" * 9_999 + b"\\n")
-        if attempt == "1":
-            os.close(os.open("second-is-done", os.O_WRONLY))
-        os._exit(attempt == "0")
-    """)
-    os.mkfifo(tmp_path / "second-is-done")
-    launched = launch("--log-dir", tmp_path / "logs", "--tee", "1", "--max-restarts", "1", script)
-    # Do not read the console until the second attempt has written all of its three megabytes.
-    os.close(os.open(tmp_path / "second-is-done", os.O_RDONLY))
-    launched.exits(0)
-    assert launched.stdout.count("x") == 2 * 300 * 9_999
-
-
-@pytest.mark.beyond_torchrun
 def test_a_relative_log_dir_is_relative_to_the_launchers_directory(launch, worker_script, tmp_path):
     script = worker_script("""
         import os

@@ -87,6 +87,7 @@ def test_a_second_sigint_kills_the_workers_at_once(running):
     launched.insist(signal.SIGINT)
     launched.exits(1)
     assert re.search(r"\bsecond\b.*SIGKILL", launched.stderr)
+    assert "after SIGINT" not in launched.stderr, "not a timeout"
 
 
 SAVES = """

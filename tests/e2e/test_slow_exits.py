@@ -157,24 +157,3 @@ def test_workers_killed_after_the_shutdown_timeout_are_reported(launch, worker_s
     assert re.search(r"ranks 0, 1 .*\b1 s after SIGTERM\b", launched.stderr)
     assert "(--shutdown-timeout)" in launched.stderr
     assert ["1 s after SIGTERM" in message for message in messages_of_kills(events)] == [True, True]
-
-
-def test_a_kill_by_a_second_stop_signal_is_not_reported_as_a_timeout(launch, worker_script):
-    script = worker_script("""
-        import os, signal
-        reader, writer = os.pipe()
-        def save(*_):
-            os.write(1, b"SAVES\\n")
-            os.read(reader, 1)
-        signal.signal(signal.SIGTERM, save)
-        os.write(1, b"HERE\\n")
-        while True:
-            os.read(reader, 1)
-    """)
-    launched = launch("--shutdown-timeout=600", script)
-    launched.wait_for_line("HERE")
-    launched.signal(signal.SIGTERM)
-    launched.wait_for_line("SAVES")
-    launched.insist(signal.SIGTERM)
-    assert launched.wait() != 0
-    assert "after SIGTERM" not in launched.stderr

@@ -17,46 +17,6 @@ pytestmark = pytest.mark.timeout(180)
 
 QUICK = {"keep_alive_interval": 0.4, "keep_alive_max_attempt": 5, "connect_timeout": 1}
 
-# Rank 0 listens on the given port, as torch's store does. The last rank fails until the tenth restart.
-MEET = """
-    import os, select, signal, socket, sys, time
-    from contextlib import suppress
-    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    restart = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
-    address = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
-
-    def met():
-        os.write(1, b"MET %d %d\\n" % (rank, restart))
-
-    if rank == 0:
-        server = socket.create_server(("", address[1]))
-        peers = [server.accept()[0] for _ in range(world - 1)]
-        met()
-        for peer in peers:
-            peer.sendall(b"!")
-        for peer in peers:
-            peer.recv(1)
-        # Nobody fails before all have told of themselves.
-        for peer in peers:
-            peer.sendall(b"?")
-        os._exit(0) if restart == 10 else signal.pause()
-    deadline = time.monotonic() + 20
-    while True:
-        # Until rank 0 listens it is refused, or meets the store of the agents, which ends the connection.
-        with suppress(OSError):
-            peer = socket.create_connection(address, timeout=20)
-            if peer.recv(1) == b"!":
-                break
-        if time.monotonic() > deadline:
-            sys.exit("nobody at the port")
-        select.select([], [], [], 0.01)
-    met()
-    peer.sendall(b".")
-    peer.recv(1)
-    if restart == 10:
-        os._exit(0)
-    os._exit(7) if rank == world - 1 else signal.pause()
-"""
 
 STORE = """
     import os, signal
@@ -202,21 +162,10 @@ def test_rank_0_hosts_the_store_of_the_workers(launch, worker_script):
         assert json.loads(agent.stdout) == ["False", "127.0.0.1", str(nodes.port), str(rank)]
 
 
-@pytest.mark.beyond_torchrun
-def test_workers_restart_ten_times_on_the_same_port(launch, worker_script):
-    nodes = Nodes(launch, 3, worker_script(MEET), restarts=10)
-    agents = [nodes.start(rank) for rank in (2, 1, 0)]
-    assert nodes.codes() == [0, 0, 0], agents[-1].stderr
-    for rank, agent in zip((2, 1, 0), agents, strict=True):
-        met = [line for line in agent.stdout.splitlines() if line.startswith("MET")]
-        assert met == [f"MET {rank} {restart}" for restart in range(11)]
-
-
 @pytest.mark.torch
-@pytest.mark.slow
 @pytest.mark.beyond_torchrun
-def test_a_process_group_forms_again_in_three_restarts(launch):
-    nodes = Nodes(launch, 2, WORKERS / "all_reduce.py", restarts=3, env={"FAILURES": "3"})
+def test_a_process_group_forms_again_in_three_restarts(launch_with_torch):
+    nodes = Nodes(launch_with_torch, 2, WORKERS / "all_reduce.py", restarts=3, env={"FAILURES": "3"})
     agents = [nodes.start(rank) for rank in (1, 0)]
     assert [agent.wait(120) for agent in agents] == [0, 0], agents[1].stderr
     assert [agent.stdout.count("SUM 3 ") for agent in agents] == [4, 4]

@@ -160,6 +160,7 @@ def test_a_stopped_job_reports_its_duration(launch, worker_script):
     job.signal(signal.SIGTERM)
     assert job.wait() == 1
     assert re.search(r"elasticrs: stopped by SIGTERM after [\d.]+ s", job.stderr)
+    assert "Root Cause" not in job.stderr
 
 
 @pytest.mark.parametrize(

@@ -90,16 +90,6 @@ def test_a_save_that_takes_too_long_is_reported(launch, tmp_path, go):
     assert saved(tmp_path) == []
 
 
-def test_a_second_stop_signal_ends_the_saves_at_once(launch, tmp_path, go):
-    launched = launch("--nproc-per-node=2", NEVER, *SHELL)
-    launched.wait_for_lines("READY", 2)
-    launched.signal(signal.SIGTERM)
-    launched.wait_for_lines("SAVING", 2)
-    launched.insist(signal.SIGINT)
-    assert launched.wait() == 1
-    assert saved(tmp_path) == []
-
-
 def test_a_helper_that_ignores_the_stop_signal_does_not_delay_the_end(launch, go):
     launched = launch("--nproc-per-node=2", NEVER, *SHELL, "ignore")
     launched.wait_for_lines("READY", 2)
