@@ -1,7 +1,6 @@
 """Clients and stores that are stopped, slow, stalled or gone."""
 
 import contextlib
-import resource
 import signal
 import socket
 import struct
@@ -17,7 +16,6 @@ from helpers.coordination import (
     MAGIC,
     MAJOR,
     READY,
-    REPLY,
     RUN,
     Client,
     RawClient,
@@ -25,7 +23,6 @@ from helpers.coordination import (
     serving,
     store_command,
     text,
-    transaction,
 )
 
 from elasticrs import _core
@@ -214,21 +211,6 @@ def has_ended(connection: socket.socket) -> bool:
     return False
 
 
-def test_a_single_reply_larger_than_the_queue_limit_is_sent():
-    with serving() as server:
-        writer = Client(server.port).connected()
-        for number in range(9):
-            writer.put(f"key{number}", bytes(1_000_000))
-        slow = RawClient(server.port).connected()
-        everything = transaction(b"\4" + text("key") + bytes(4))
-        # The store handles both requests before it sends any reply.
-        slow.socket.sendall(everything + frame(0x06, struct.pack("<Q", 1)))
-        assert len(slow.until(REPLY)) > 9_000_000
-        slow.until(ALIVE)
-        slow.close()
-        writer.close()
-
-
 def test_the_connection_of_a_lost_session_stays_open_until_its_release(group):
     supervisor = group.supervisor
     with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -264,29 +246,6 @@ def test_the_clock_offset_on_one_machine_is_within_its_error_bound():
             client.put("k")
         offset, error = clock
         assert abs(offset) <= error
-
-
-def test_a_watcher_sees_each_of_1000_clients_join_and_leave_once():
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    try:
-        with serving() as store:
-            leader = store.client()
-            leader.watch("nodes/")
-            members = [Client(store.port) for _ in range(1000)]
-            for number, client in enumerate(members):
-                client.inner.txn(1, [], [Op.put(f"nodes/{number}", b"", True)])
-            joined = [key for _ in members for key, _ in leader.changes()]
-            assert sorted(joined) == sorted(f"nodes/{number}" for number in range(1000))
-            for client in members:
-                client.close()
-            left: list[str] = []
-            while len(left) < 1000:
-                left += [key for key, value in leader.changes() if value is None]
-            assert sorted(left) == sorted(joined)
-            leader.close()
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_a_supervisor_can_run_both_a_store_and_its_client():

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 import pytest
 from helpers import procs
-from helpers.coordination import MAGIC, REPLY, Client, RawClient, get, serving, text, transaction
+from helpers.coordination import MAGIC, REPLY, Client, RawClient, serving, text, transaction
 from helpers.held import held, thread_of
 from helpers.torch_clients import GREETING
 
@@ -94,14 +94,6 @@ def test_clients_with_long_searches_delay_no_other_client(stores, greedy):
     client.close()
 
 
-def test_a_search_through_too_many_keys_ends_the_session():
-    with serving() as store:
-        client, greedy = store.client(), store.raw().connected()
-        fill(client)
-        greedy.socket.sendall(transaction(*[predecessor("a/", "k")] * 200))
-        assert "searches" in greedy.refusal("limit")
-
-
 def test_the_workers_store_does_not_delay_the_coordination_store(stores):
     pid, port, workers = stores
     client = Client(port).connected()
@@ -129,14 +121,3 @@ def test_strangers_that_only_connect_keep_no_client_out(host):
         present.put("k", b"v")
         for client in late:
             assert client.txn(then=[Op.get("k")]).results[0].value == b"v"
-
-
-def test_a_full_store_refuses_only_further_clients():
-    with serving(max_connections=20) as store:
-        crowd = [store.raw().connected() for _ in range(20)]
-        refused = store.raw()
-        refused.hello()
-        assert "20 connections" in refused.refusal("limit")
-        for each in crowd:
-            each.socket.sendall(transaction(get("k")))
-            each.until(REPLY)

@@ -8,7 +8,6 @@ import shutil
 import signal
 import struct
 import subprocess
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -150,24 +149,6 @@ def test_keys_and_revisions_survive_a_store_restart(keep, signum):
         assert client.put("c") == 6
 
 
-def test_leased_keys_survive_a_store_restart_until_their_leases_expire(keep):
-    store = keep(grace=2.0)
-    assert entered(hello(store, interval_ms=100)).ttl_ms == 2000
-    clients = [Client(store.port, interval=0.1).connected() for _ in "ab"]
-    for client, key in zip(clients, "ab", strict=True):
-        client.put(key, leased=True)
-    store.end()
-    for client in clients:
-        client.close()
-    begun = time.monotonic()
-    # The lease lasts as long as the first store granted, not as long as this store would grant.
-    again = keep(grace=1.0)
-    with closing(again.client()) as client:
-        client.watch("")
-        assert sorted(client.changes()) == [("a", None), ("b", None)]
-        assert time.monotonic() - begun >= 2.0
-
-
 def test_a_session_resumes_after_a_store_restart_and_ends_on_disconnect(keep):
     store = keep()
     first = entered(hello(store))
@@ -247,29 +228,6 @@ def test_a_store_started_empty_or_from_a_copy_counts_as_a_different_store(keep, 
         assert "refused 127.0.0.1" in other.process.stderr.readline()
     # A client that knows only the earlier run of this store is accepted, too.
     entered(hello(store, confirmed=met.ids[1]))
-
-
-def test_confirmed_writes_survive_a_killed_store(keep):
-    answered = 0
-    values: dict[str, bytes] = {}
-    for round_ in range(12):
-        store = keep()
-        with closing(store.client()) as client, closing(store.client()) as other:
-            assert dict(each[:2] for each in everything(client)).items() >= values.items()
-            for tag in range(1, 201):
-                for each, name in ((client, "a"), (other, "b")):
-                    put = Op.put(f"{name}/{round_}/{tag}", bytes([tag]) * (tag % 5 * 2000), False)
-                    each.inner.txn(tag + 1000, [], [put], [])
-            for tag in range(1, 10 * round_ + 2):
-                reply = client.next(_core.Reply)
-                assert (reply.tag, reply.ok) == (tag + 1000, True)
-                values[f"a/{round_}/{tag}"] = bytes([tag]) * (tag % 5 * 2000)
-                assert reply.revision > answered
-                answered = reply.revision
-            store.end()
-    with closing(keep().client()) as client:
-        assert dict(each[:2] for each in everything(client)).items() >= values.items()
-        assert client.put("last") > answered
 
 
 def fails(keep: Callable[..., Kept], *options: str, **how: Path) -> str:

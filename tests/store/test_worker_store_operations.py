@@ -19,12 +19,6 @@ def test_a_set_value_is_returned(client):
     assert client.call("get", "") == b""
 
 
-def test_other_clients_see_a_set_value(client, connect):
-    other = connect()
-    client.call("set", "key", "value")
-    assert other.call("get", "key") == b"value"
-
-
 def test_a_cloned_client_reads_the_same_values(client):
     client.call("set", "key", "value")
     if not client.ask("can", "clone"):
@@ -42,23 +36,19 @@ def test_numbers_are_added_and_stored_as_text(client):
     assert client.call("add", "n", 1) == -(2**63)
 
 
-@pytest.mark.parametrize(
-    ("before", "expected", "reply", "after"),
-    [
-        (None, "", b"new", b"new"),
-        (None, "old", b"old", None),
-        (b"old", "old", b"new", b"new"),
-        (b"old", "other", b"old", b"old"),
-        (b"old", "", b"old", b"old"),
-    ],
-)
-def test_compare_set_replaces_only_the_expected_value(client, before, expected, reply, after):
-    if before is not None:
-        client.call("set", "key", before)
-    assert client.call("compare_set", "key", expected, "new") == reply
-    assert client.call("check", ["key"]) is (after is not None)
-    if after is not None:
-        assert client.call("get", "key") == after
+def test_compare_set_replaces_only_the_expected_value(client):
+    for key, (before, expected, reply, after) in {
+        "missing, as expected": (None, "", b"new", b"new"),
+        "missing": (None, "old", b"old", None),
+        "as expected": (b"old", "old", b"new", b"new"),
+        "another": (b"old", "other", b"old", b"old"),
+        "not missing": (b"old", "", b"old", b"old"),
+    }.items():
+        if before is not None:
+            client.call("set", key, before)
+        assert client.call("compare_set", key, expected, "new") == reply, key
+        assert client.call("check", [key]) is (after is not None), key
+        assert after is None or client.call("get", key) == after, key
 
 
 def test_keys_are_checked_counted_listed_and_deleted(client):
@@ -110,30 +100,6 @@ def test_a_wait_ends_when_the_last_key_has_been_set(client, connect, store, wait
     client.call("add", "b", 1)
     assert waiter.result() is None
     assert store.waiting() == {}
-
-
-@pytest.mark.parametrize(
-    ("method", "args"),
-    [
-        ("set", ("k", "v")),
-        ("add", ("k", 1)),
-        ("append", ("k", "v")),
-        ("compare_set", ("k", "", "v")),
-        ("multi_set", (["k"], ["v"])),
-        ("queue_push", ("k", "v")),
-    ],
-)
-def test_every_kind_of_write_wakes_the_clients_that_wait_for_the_key(
-    client, connect, wait_for_waiters, method, args
-):
-    # A push wakes only one consumer.
-    waiters = [connect() for _ in range(1 if method == "queue_push" else 3)]
-    for waiter in waiters:
-        waiter.begin_call("wait", ["k"])
-    wait_for_waiters(len(waiters))
-    client.call(method, *args)
-    for waiter in waiters:
-        waiter.result()
 
 
 def test_a_client_is_usable_after_a_wait_has_timed_out(client, connect, store):

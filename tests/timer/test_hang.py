@@ -245,34 +245,6 @@ def test_the_real_py_spy_names_the_function_of_the_hung_rank(run, tmp_path, how,
     assert re.search(rf"^ +{frame}\d+ in (Loader\.)?read_batch$", launched.stderr, re.M)
 
 
-@pytest.mark.parametrize("limit", ["1e-9", "1e-300"])
-def test_a_tiny_hang_timeout_does_not_break_the_job(run, limit):
-    launched = run("import os; os.write(1, b'UP\\n')", limit).exits(0)
-    assert launched.stdout == "UP\n"
-
-
-@pytest.mark.parametrize("what", ["error.json.fault", "hang.txt"])
-def test_a_fifo_in_place_of_an_evidence_file_loses_only_that_file(run, what, evidence):
-    source = f"""{textwrap.indent(MEET, "    ")}
-        pipe = os.pipe()
-        folder = os.path.dirname(os.environ["TORCHELASTIC_ERROR_FILE"])
-        heartbeat(0)
-        if os.environ["RANK"] == "0":
-            path = os.path.join(folder, {what!r})
-            if os.path.exists(path):
-                os.unlink(path)
-            os.mkfifo(path)
-            heartbeat(1)
-        os.read(pipe[0], 1)
-    """
-    launched = run(source, 1, nproc=2).exits(1)
-    assert "rank      : 1 (local_rank: 1)" in launched.stderr
-    # The evidence of the other rank was collected nevertheless.
-    assert "in <module> (worker.py:" in launched.stderr
-    assert "Current thread" in evidence(1)
-    assert ("could not be written" in launched.stderr) == (what == "hang.txt")
-
-
 def test_py_spy_does_not_outlive_a_killed_agent(run, tmp_path):
     told = tmp_path / "told"
     os.mkfifo(told)
@@ -352,19 +324,6 @@ def test_an_unlimited_section_or_a_worker_without_heartbeats_is_not_a_hang(run):
     assert not wait_readable(launched.pidfd, 1.5)
     launched.feed(b"xx")
     launched.exits(0)
-
-
-def test_a_worker_inactive_since_its_start_is_hung_after_the_startup_timeout(run):
-    source = """
-        import os
-        from elasticrs.timer import heartbeat
-        pipe = os.pipe()
-        with heartbeat.section("all of it", limit=None) if os.environ["RANK"] == "0" else open(os.devnull):
-            os.read(pipe[0], 1)
-    """
-    launched = run(source, 60, "--hang-startup-timeout=3", nproc=2).exits(1)
-    assert "rank      : 1 (local_rank: 1)" in launched.stderr
-    says(launched.stderr, "hung", "start", "limit 3 s")
 
 
 WITHOUT_AN_END = {"a line": "one line\\n", "a bar": "\\r 20%|###", "a prompt": "step 2 ..."}
@@ -463,13 +422,6 @@ def test_ranks_that_spin_in_a_collective_are_hung(run, tmp_path, limit, calm):
     launched = run(source, limit, nproc=2, cwd=tmp_path).exits(1)
     says(launched.stderr, "hung", "limit 1 s", "in barrier")
     assert "slow" not in launched.stderr
-
-
-def test_a_slow_rank_is_hung_after_ten_limits(run, tmp_path):
-    source = WORKS.replace("DOES", "pass").replace("monotonic() + 2.5", "monotonic() + 600")
-    launched = run(source, 0.4, nproc=1, cwd=tmp_path).exits(1)
-    says(launched.stderr, "slow, not hung", "4 s")
-    says(launched.stderr, "hung", "limit 4 s", "in evaluate")
 
 
 OF_GLOO = """

@@ -17,9 +17,7 @@ import torch
 from torch import distributed
 from elasticrs.timer import heartbeat
 rank, attempt = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
-world = int(os.environ["WORLD_SIZE"])
 distributed.init_process_group("gloo")
-halves = [distributed.new_group([each for each in range(world) if each % 2 == half]) for half in (0, 1)]
 ones = torch.ones(4)
 def load_batch():
     threading.Event().wait()
@@ -34,8 +32,8 @@ distributed.destroy_process_group()
 DIAGNOSIS = re.compile(r"round (\d+) hung: (.*)")
 
 
-def step(culprit, of_culprit, others="step()"):
-    return SCRIPT.format(step=f"({of_culprit}) if rank == {culprit} else ({others})")
+def step(culprit, of_culprit):
+    return SCRIPT.format(step=f"({of_culprit}) if rank == {culprit} else step()")
 
 
 class Nodes(LoopbackJob):
@@ -52,42 +50,21 @@ class Nodes(LoopbackJob):
 
 @pytest.fixture
 def nodes(launch, worker_script, tmp_path):
-    def nodes(source, count, nproc, *options, timeouts=None):
+    def nodes(source, count, nproc, *options, timeout=3):
+        options = (f"--hang-timeout={timeout}", *options)
         job = Nodes(launch, tmp_path, count, nproc, *options, env={"OMP_NUM_THREADS": "1"})
-        for timeout in timeouts or [3] * count:
-            job.start(worker_script(source), f"--hang-timeout={timeout}")
+        for _ in range(count):
+            job.start(worker_script(source))
         return job
 
     return nodes
 
 
-FAULTS = {
-    "missing": ("load_batch()", ["3 of 4 ranks wait in all_reduce #2 of the default group (worker.py:"]),
-    "order": (
-        "distributed.barrier()",
-        ["rank 3 is out of step at #2 of the default group", "called barrier", "3 ranks called all_reduce"],
-    ),
-    "group": (
-        "distributed.all_reduce(ones, group=halves[1])",
-        ["rank 3 did not enter it"],
-    ),
-}
-
-
-@pytest.mark.parametrize("fault", FAULTS)
-def test_all_nodes_name_the_same_faulty_rank(nodes, fault):
-    of_culprit, said = FAULTS[fault]
-    job = nodes(step(3, of_culprit), 2, 2, "--max-restarts=1")
+def test_all_nodes_name_the_same_faulty_rank(nodes):
+    job = nodes(step(3, "load_batch()"), 2, 2, "--max-restarts=1")
     job.exits(0)
-    says(job.diagnosis, *said)
-    if fault == "missing":
-        says(job.diagnosis, "; rank 3 did not enter it: it is in wait (threading.py:", "called at worker.py:")
-
-
-def test_a_missing_rank_is_named_in_a_job_with_one_rank_per_node(nodes):
-    job = nodes(step(1, "load_batch()"), 3, 1, "--max-restarts=1")
-    job.exits(0)
-    says(job.diagnosis, "2 of 3 ranks wait in all_reduce #2", "; rank 1 did not enter it: it is in wait")
+    says(job.diagnosis, "3 of 4 ranks wait in all_reduce #2 of the default group (worker.py:")
+    says(job.diagnosis, "; rank 3 did not enter it: it is in wait (threading.py:", "called at worker.py:")
 
 
 def test_the_report_of_a_failed_job_contains_the_diagnosis(nodes):
@@ -103,15 +80,9 @@ def test_the_report_of_a_failed_job_contains_the_diagnosis(nodes):
     assert len(told) == 1, job.story
 
 
-def test_a_node_with_a_longer_hang_timeout_gives_its_evidence_at_once(nodes):
-    job = nodes(step(3, "load_batch()"), 2, 2, "--max-restarts=1", timeouts=(3, 600))
-    job.exits(0)
-    says(job.diagnosis, "3 of 4 ranks wait in all_reduce #2", "; rank 3 did not enter it: it is in wait")
-
-
 def test_all_nodes_name_the_rank_that_made_a_collective_time_out(nodes):
     # A rank that exits more slowly has no diagnosis.
-    job = nodes(timing_out.script(3), 2, 2, "--max-restarts=1", "--exit-timeout=60", timeouts=(600, 600))
+    job = nodes(timing_out.script(3), 2, 2, "--max-restarts=1", "--exit-timeout=60", timeout=600)
     job.exits(0)
     (told,) = {tuple(re.findall(r"round 1 failed: (.*)", node.stderr)) for node in job.nodes}
     (paragraph,) = told

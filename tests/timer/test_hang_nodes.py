@@ -163,38 +163,6 @@ def test_metrics_count_a_hang_as_worker_hung_on_exactly_one_node(launch, worker_
     assert causes == [[1, 0, 0], [0, 0, 1], [0, 0, 1]], "of one hang one node has made a failure"
 
 
-LEARNS = """
-    import os, select
-    from elasticrs.timer import heartbeat
-    rank, attempt = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
-    if attempt == 0 and rank == 0:
-        # A limit is known from its last heartbeat on: until then it may wait as long as it likes.
-        with open("gate0", "r+b", buffering=0) as gradients:
-            for step in range(1, 18):
-                gradients.read(1)
-                heartbeat(step)
-            gradients.read(1)
-    if attempt == 0 and rank == 1:
-        with open("gate0", "wb", buffering=0) as gradients:
-            for step in range(17):
-                heartbeat(step)
-                # The slower node.
-                select.select([], [], [], 0.02)
-                gradients.write(b"x")
-            select.select([], [], [])
-    os.write(1, f"here {rank} {os.getpid()} {attempt}.\\n".encode())
-"""
-
-
-def test_a_learned_hang_limit_detects_a_hang_and_both_nodes_restart(launch, worker_script, tmp_path):
-    job = Job(launch, tmp_path, 2, 1, "--hang-timeout=auto:0.5", "--max-restarts=1")
-    for _ in range(2):
-        job.start(worker_script(LEARNS))
-    has_restarted_once(job, 1, 1)
-    for node in job.nodes:
-        assert re.search(r"rank 1 .* step 16\b", node.stderr), job.story
-
-
 @pytest.mark.parametrize("hung", [0, 1])
 def test_ranks_without_heartbeats_are_not_named_as_hung(launch, worker_script, tmp_path, hung):
     """Whichever rank keeps the other waiting, only the one that sends heartbeats can be found."""

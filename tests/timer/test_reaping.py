@@ -1,6 +1,5 @@
 """Command-line jobs whose workers use timers, through torch's own client or through handwritten records."""
 
-import errno
 import json
 import os
 import re
@@ -92,26 +91,6 @@ def test_evidence_of_an_expired_timer_is_collected_although_another_rank_exits(
     assert "seen in state S" in kept.read_text()
 
 
-def test_a_record_for_another_process_is_refused_and_reported(run):
-    other = subprocess.Popen(["sleep", "1000"])
-    source = BY_HAND + f"""
-    acquire({other.pid}, "not mine", -1)
-    acquire(os.getppid(), "the nursery", -1)
-    acquire(os.getpid(), "mine", -1, 0)
-    os.read(0, 1)
-"""  # fmt: skip
-    try:
-        launched = run(source, stdin=subprocess.PIPE)
-        launched.wait_for_line(r"rank 0 \(pid \d+\): timer expired: scope 'mine'")
-        launched.end_stdin()
-        launched.exits(0)
-        says(launched.stderr, "refused", '"scope_id": "not mine"')
-        assert other.poll() is None
-    finally:
-        other.kill()
-        other.wait()
-
-
 def test_a_timer_that_was_released_while_the_agent_was_stopped_does_not_expire(run):
     source = BY_HAND + """
     acquire(os.getpid(), "step", 2)
@@ -148,25 +127,6 @@ def test_an_existing_timer_file_is_kept_and_refused(launch, worker_script, tmp_p
     path.write_text("precious")
     says(refusal_of(launch, worker_script, path), f"elasticrs: TORCHELASTIC_TIMER_FILE='{path}'", "exists")
     assert path.read_text() == "precious"
-
-
-def test_only_a_private_timer_fifo_without_a_reader_is_reused(launch, worker_script, tmp_path):
-    path = tmp_path / "timers"
-    os.mkfifo(path)
-    os.chmod(path, 0o666)
-    assert "exists" in refusal_of(launch, worker_script, path)
-    assert path.exists()
-    os.chmod(path, 0o600)
-    reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-    assert "another agent" in refusal_of(launch, worker_script, path)
-    os.close(reader)
-    launch(worker_script(""), env={**ENABLED, "TORCHELASTIC_TIMER_FILE": str(path)}).exits(0)
-    assert not path.exists()
-
-
-def test_a_timer_file_in_a_missing_directory_is_refused(launch, worker_script, tmp_path):
-    line = refusal_of(launch, worker_script, tmp_path / "missing" / "timers")
-    assert os.strerror(errno.ENOENT) in line
 
 
 @pytest.mark.parametrize("module", ["debug_info_logging", "file_based_local_timer"])
@@ -222,27 +182,6 @@ def test_a_timer_fifo_at_a_path_of_the_user_is_removed_at_the_end(launch, worker
     ).exits(0)
     assert launched.stdout == f"{path}\n"
     assert not path.exists()
-
-
-@pytest.mark.slow
-def test_only_the_paused_workers_of_64_are_reported(launch, worker_script):
-    script = worker_script("""
-        import os, signal
-        from elasticrs import timer
-        client = timer.FileTimerClient(os.environ["TORCHELASTIC_TIMER_FILE"], signal=0)
-        if int(os.environ["RANK"]) % 8 == 5:
-            with timer.expires(after=1, scope="stopped", client=client):
-                os.kill(os.getpid(), signal.SIGSTOP)
-        while True:
-            with timer.expires(after=60, scope="step", client=client):
-                signal.sigtimedwait([], 0.01)
-    """)
-    launched = launch("--nproc-per-node", "64", "--shutdown-timeout", "5", script, env=ENABLED)
-    told = launched.wait_for_lines(r"rank (\d+) \(pid \d+\): timer expired: scope '(\w+)'", 8)
-    assert {(int(line[1]), line[2]) for line in told} == {(rank, "stopped") for rank in range(5, 64, 8)}
-    launched.signal(signal.SIGTERM)
-    assert launched.wait() != 0
-    assert launched.stderr.count("timer expired") == 8
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="a pid namespace needs root")
@@ -315,22 +254,3 @@ def test_the_report_has_the_stack_of_a_worker_whose_timer_expired(run, tmp_path)
     # The agent also requests the stacks of the other ranks.
     with open(kept[1].replace("/1/hang", "/0/hang"), encoding="utf-8") as file:
         assert "in <module>" in file.read()
-
-
-def test_a_wall_clock_jump_neither_expires_nor_delays_a_timer(run):
-    # Write records as if the clock had been changed by an hour between writing and reading them.
-    source = BY_HAND + """
-    def acquire_at(scope, wall, after_ns):
-        fields = {"version": 1, "pid": os.getpid(), "scope_id": scope, "signal": 0}
-        fields |= {"expiration_time": time.time() + wall, "deadline_ns": time.monotonic_ns() + after_ns}
-        with open(path, "w") as fifo:
-            fifo.write(json.dumps(fields) + "\\n")
-    acquire_at("forward", -3600, 3600 * 10**9)
-    acquire_at("back", 3600, 0)
-    os.read(0, 1)
-"""  # fmt: skip
-    launched = run(source, stdin=subprocess.PIPE)
-    launched.wait_for_line(r"timer expired: scope 'back'")
-    launched.end_stdin()
-    launched.exits(0)
-    assert "'forward'" not in launched.stderr

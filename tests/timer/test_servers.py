@@ -284,15 +284,6 @@ def test_invalid_lines_do_not_affect_valid_records(path_factory, junk, together)
     server.run_once()
 
 
-def test_an_existing_file_is_an_error_and_is_kept(path):
-    with open(path, "w") as file:
-        file.write("precious")
-    with pytest.raises(FileExistsError):
-        timer.FileTimerServer(path, "run")
-    with open(path) as file:
-        assert file.read() == "precious"
-
-
 def test_a_fifo_that_other_users_may_read_is_an_error_and_is_kept(path):
     os.mkfifo(path)
     os.chmod(path, 0o640)
