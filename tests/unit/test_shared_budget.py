@@ -2,7 +2,6 @@
 SHARE-4 in random jobs.
 """
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -50,23 +49,6 @@ UP = [RoundBegan(1, 0)]
 NONE_MET = RoundEnded((None, None))
 
 
-def test_a_failed_worker_is_reported_and_replaced_in_the_next_round():
-    _, done = play(*UP, WorkerFailed(1), NONE_MET, WorkerSwept(1), RoundBegan(2, 1))
-    assert done == [Start(1, 0), Report(1), SayIdle(), Replace(1, 1)]
-
-
-@pytest.mark.parametrize(
-    ("met", "then"),
-    [((7, 7), [Replace(1, 1)]), ((7, 8), [Report(1)]), ((7, None), [Report(1)]), ((), [Report(1)])],
-    ids=str,
-)
-def test_a_failure_before_workers_rendezvous_again_shares_the_last_restart(met, then):
-    state, _ = play(*UP, RoundEnded((7, 7)), RoundBegan(2, 1))
-    state, done = step(state, WorkerFailed(1, met))
-    state, more = step(state, WorkerSwept(1))
-    assert done + more == then
-
-
 def test_a_failure_of_a_replacement_worker_uses_its_own_restart():
     again = [
         WorkerFailed(1, (7, 7)),
@@ -77,11 +59,6 @@ def test_a_failure_of_a_replacement_worker_uses_its_own_restart():
     ]
     _, done = play(*UP, RoundEnded((7, 7)), RoundBegan(2, 1), *again)
     assert done[-2:] == [Replace(1, 1), Report(1)]
-
-
-def test_succeeded_workers_are_not_started_again():
-    _, done = play(*UP, GroupEnded("succeeded"), NONE_MET, RoundBegan(2, 1))
-    assert done == [Start(1, 0), messages.WorkersDone(), SayIdle(), messages.WorkersDone()]
 
 
 def test_a_worker_with_an_expired_timer_counts_as_failed_despite_exit_code_0():
