@@ -24,6 +24,11 @@ STORE = """
         from torch.distributed import TCPStore
         address = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
         store = TCPStore(*address, is_master=True, wait_for_workers=False)
+    elif "WAITS" in os.environ:
+        from torch.distributed import TCPStore
+        store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+        os.write(1, b"READY %d\\n" % os.getpid())
+        store.wait(["a key that no rank sets"])
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
     os.write(1, b"READY %d\\n" % os.getpid())
     signal.sigwait({signal.SIGUSR1})
@@ -198,6 +203,33 @@ def test_the_job_fails_if_the_agent_of_rank_0_is_killed(launch):
     ready(second)
     first.signal(signal.SIGKILL)
     line_of(second, "lost", f"store 127.0.0.1:{nodes.port}", "round 1")
+    first.wait()
+    reap_adopted()
+
+
+@pytest.mark.beyond_torchrun
+def test_the_report_blames_the_lost_store_not_a_rank_that_lost_its_peer(
+    launch_with_torch, worker_script, tmp_path
+):
+    conf = {**QUICK, "settle": 4, "store_lost_timeout": 1}
+    script = worker_script(STORE)
+    nodes = Nodes(launch_with_torch, 2, script, restarts=0, conf=conf, env={"WAITS": "1"})
+    first, second = nodes.start(0), nodes.start(1, "--report", str(tmp_path / "report.json"))
+    first.wait_for_lines(r"^READY (.*)$", 1)
+    second.wait_for_lines(r"^READY (.*)$", 1)
+    first.signal(signal.SIGKILL)
+    assert second.wait() == 1
+    report = json.loads((tmp_path / "report.json").read_text())
+    (failure,) = report["failures"]
+    assert (failure["rank"], failure["exception"]) == (1, "torch.distributed.DistNetworkError")
+    assert report["root_cause"] is None
+    assert report["headline"] == report["reason"]
+    assert f"store 127.0.0.1:{nodes.port}" in report["reason"]
+    _, _, shown = second.stderr.partition("Root Cause")
+    root, _, others = shown.partition("Failures:")
+    assert report["reason"] in root
+    assert "rank 1" not in root
+    assert "[0]: rank 1, " in others
     first.wait()
     reap_adopted()
 

@@ -345,6 +345,22 @@ def test_more_lost_nodes_than_max_node_losses_end_the_job():
     c.kill()
     end_all([a, b])
     assert a.outcome.message == "lost 1 node (max_node_losses=0), last: c"
+    assert a.outcome.is_explained
+
+
+def test_a_loss_that_ends_the_job_explains_a_failure_that_was_reported_before():
+    _, (a, b, c) = running(3, min_nodes=1, max_node_losses=0)
+    b.fail(end=False)
+    c.kill()
+    end_all([a, b])
+    assert (a.outcome.kind, a.outcome.is_explained) == ("failed", True)
+
+
+def test_no_loss_explains_failures_that_used_up_the_restarts():
+    _, (a, b) = running(2, max_restarts=0)
+    b.fail(end=False)
+    end_all([a, b])
+    assert (a.outcome.kind, a.outcome.is_explained) == ("failed", False)
 
 
 @pytest.mark.parametrize("is_long", [False, True])

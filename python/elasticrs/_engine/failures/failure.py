@@ -295,6 +295,8 @@ class ProcessFailure:
         more_notes: further lines for the report.
         named: text for the report's field ``rank`` if several ranks may be to blame; ``None`` for this rank.
         is_first: true if this failure is the root cause even if another worker failed earlier.
+        cause_outside: reason for this failure that is outside of the workers, such as a lost node. The reason
+            is then the root cause of the job, and not this failure. ``None`` if there is none.
     """
 
     __match_args__ = ("local_rank", "pid", "exitcode", "error_file")
@@ -349,6 +351,7 @@ class ProcessFailure:
         self.more_notes: Sequence[str] = ()
         self.named: str | None = None
         self.is_first = False
+        self.cause_outside: str | None = None
 
         age_ns = 0 if seen_ns is None else time.monotonic_ns() - seen_ns
         self.wall_ns = time.time_ns() - age_ns
@@ -526,6 +529,7 @@ def remote_failure(cause: Cause, clock: Clock) -> ProcessFailure:
         stderr_tail=[str(line) for line in cause.lines],
         host=str(cause.host),
     )
+    failure.is_lost_peer = bool(cause.is_consequence)
     failure.more_notes = [str(xid) for xid in cause.xids]
     return failure
 

@@ -46,16 +46,21 @@ def format_report(
     root = root_cause(failures)
     stopped = [rank for rank in victims(failures) if rank != root]
     failed = [rank for rank in in_order(failures) if rank not in stopped]
-    root_lines = _root_entry(failed.index(root), root, failures[root])
-    others = _others([rank for rank in failed if rank != root], failed, failures, root)
+    outside = failures[root].cause_outside
+    if outside is None:
+        root_lines = _root_entry(failed.index(root), root, failures[root])
+        others = _others([rank for rank in failed if rank != root], failed, failures, root)
+    else:
+        root_lines = _bounded(f"  {outside}")
+        others = _others(failed, failed, failures, None)
 
     title = f"{name} FAILED"
     stopped_lines = _stopped(stopped, failures)
     body = "\n".join([title, *root_lines, *others, *stopped_lines])
     width = min(_WIDTH, max(len(line) for line in body.split("\n")))
     line, thin = border * width, section * width
-    how = "first observed failure"
-    if failed[0] != root:
+    how = "first observed failure" if outside is None else "outside of the workers"
+    if failed[0] != root and outside is None:
         has_peers = any(failure.host is not None for failure in failures.values())
         how = "agreed on by all nodes" if has_peers else "judged from all evidence"
     parts = ["", line, title, thin, f"Root Cause ({how}):", *root_lines]
@@ -124,11 +129,12 @@ def _when(failure: ProcessFailure) -> str:
 
 
 def _others(
-    ranks: Sequence[int], order: Sequence[int], failures: Mapping[int, ProcessFailure], root: int
+    ranks: Sequence[int], order: Sequence[int], failures: Mapping[int, ProcessFailure], root: int | None
 ) -> list[str]:
     """Describe the failures of ``ranks``. Failures whose texts differ only in numbers, such as ports, share a
     line. ``ranks`` and ``order`` are sorted by time of failure. ``order`` contains all failed ranks, also
-    that of the root cause, and a rank's index in it is the number of its failure in the report.
+    that of the root cause, and a rank's index in it is the number of its failure in the report. ``root`` is
+    ``None`` if the root cause is outside of the workers.
     """
     groups: dict[object, list[int]] = {}
     for rank in ranks:
@@ -139,7 +145,7 @@ def _others(
     for group in list(groups.values())[:_MAX_OTHERS]:
         first = failures[group[0]]
         where = f" on {first.host}" if first.host is not None else ""
-        since = _since([failures[rank] for rank in group], failures[root])
+        since = _since([failures[rank] for rank in group], None if root is None else failures[root])
         who = _who(group, failures)
         lines.append(f"  [{order.index(group[0])}]: {who}{where}, {since}: {_said(first)}")
         own = dict.fromkeys(note for rank in group for note in _own_notes(failures[rank]))
@@ -163,8 +169,8 @@ def _without_numbers(text: str) -> str:
     return re.sub(r"0x[0-9a-f]+|\d+", "0", text)
 
 
-def _since(group: Sequence[ProcessFailure], root: ProcessFailure) -> str:
-    first = failed_ns(root)
+def _since(group: Sequence[ProcessFailure], root: ProcessFailure | None) -> str:
+    first = None if root is None else failed_ns(root)
     failed = sorted(ns for ns in map(failed_ns, group) if ns is not None)
     if first is None or not failed:
         return f"at {_when(group[0])}"

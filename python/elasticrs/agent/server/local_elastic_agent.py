@@ -494,8 +494,8 @@ def _outcome(job: JobSpec, result: JobResult, decisions: Decisions) -> RunResult
     failed = all_failures(result)
     code = exit_code(defaults.ExitCodes.parse(job.exit_codes), result, failed)
     if failed:
-        if result.message is not None:
-            root = failed[root_cause(failed)]
+        root = failed[root_cause(failed)]
+        if result.message not in (None, root.cause_outside):
             root.more_notes = [*root.more_notes, result.message]
         return RunResult(
             WorkerState.FAILED,

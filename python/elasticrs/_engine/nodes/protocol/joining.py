@@ -733,4 +733,6 @@ def outcome_of(member: Member, head: Head) -> Outcome:
         return Outcome("aborted", f"the job was ended: {head.reason}")
     if head.outcome == "timeout":
         return Outcome("timeout", head.reason)
-    return Outcome("failed", head.reason, head.cause, is_permanent=head.permanent)
+    end = head.end or {}
+    is_explained = end.get("kind") in ("lost", "failure") and not end.get("charged")
+    return Outcome("failed", head.reason, head.cause, is_permanent=head.permanent, is_explained=is_explained)

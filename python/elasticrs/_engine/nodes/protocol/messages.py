@@ -199,6 +199,7 @@ class Outcome(Value):
         has_failed: for ``closed``, true unless the job had succeeded or an agent had closed it; for
             ``spare``, true if this agent was probably started as a job of its own.
         is_permanent: for ``failed``, true if another attempt would fail in the same way.
+        is_explained: for ``failed``, true if the loss of a node explains the failures of workers.
     """
 
     kind: OutcomeKind
@@ -206,6 +207,7 @@ class Outcome(Value):
     cause: Cause | None = None
     has_failed: bool = False
     is_permanent: bool = False
+    is_explained: bool = False
 
 
 class Exit(Value):

@@ -385,7 +385,7 @@ class SeveralNodes(Decisions):
         verdict = verdict_of(
             outcome, is_unfit=self._found_unfit is not None, has_failed_alone=self._has_failed_alone
         )
-        is_outside = outcome.kind not in {"failed", "stuck", "excluded"}
+        is_outside = outcome.is_explained or outcome.kind not in {"failed", "stuck", "excluded"}
         return [machine.ReportFailure(outcome.message, verdict, is_outside=is_outside), machine.Exit(code)]
 
     @property

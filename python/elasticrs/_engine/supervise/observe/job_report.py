@@ -72,6 +72,8 @@ def report(
     job: JobSpec, result: JobResult, failed: Failures, headline: str | None, code: int
 ) -> dict[str, Any]:
     root = root_cause(failed) if failed else None
+    if root is not None and failed[root].cause_outside is not None:
+        root = None
     stopped = victims(failed)
     blame = result.attempts[-1].blame if result.attempts else None
     return {
@@ -203,6 +205,8 @@ def _in_one_line(failure: Mapping[str, Any]) -> str:
 def headline_of(result: JobResult, failed: Mapping[int, ProcessFailure]) -> str:
     rank = root_cause(failed)
     failure, cause = failed[rank], result.first_cause
+    if failure.cause_outside is not None:
+        return failure.cause_outside
     attempt = result.attempts[-1] if result.attempts else None
     if failure.host is not None and cause is not None:
         is_same_round = attempt is not None and cause.round in (None, attempt.round)
@@ -242,11 +246,15 @@ def _named(names: Sequence[str]) -> str:
 
 def all_failures(result: JobResult) -> dict[int, ProcessFailure]:
     """Return failures by rank: those on this node in the last attempt, and the first failure of the job.
-    Causes of earlier attempts are added to the notes of the root cause.
+    Causes of earlier attempts are added to the notes of the root cause. If an error outside of the workers
+    has ended the job, it also explains a root cause that only reports a lost worker.
     """
     failed = _last_failures(result)
     if failed:
         _add_history(result, failed)
+        root = failed[root_cause(failed)]
+        if result.is_outside and root.is_lost_peer:
+            root.cause_outside = result.message
     return failed
 
 
@@ -306,7 +314,9 @@ def print_report(
     ``say`` adds the launcher's prefix to a line. Return the headline; ``None`` if the failure is unknown.
     """
     failed = all_failures(result)
-    told = None if result.phase is not Phase.FAILED else conclusion(job, result)
+    is_outside = bool(failed) and failed[root_cause(failed)].cause_outside is not None
+    known = "the cause is outside of the workers" if is_outside else result.message
+    told = None if result.phase is not Phase.FAILED else conclusion(job, result, known)
     if not failed:
         if line := result.message or told:
             say(line)
@@ -320,7 +330,8 @@ def print_report(
     return headline
 
 
-def conclusion(job: JobSpec, result: JobResult) -> str:
+def conclusion(job: JobSpec, result: JobResult, known: str | None) -> str:
+    """Return the line with the verdict. ``known`` is the reason for it, if it is not the usual one."""
     policy = job.restart_settings
     used = phrases.restarts_used(result.restarts, policy.max_restarts, policy.window)
     word, reason, next_ = {
@@ -338,16 +349,16 @@ def conclusion(job: JobSpec, result: JobResult) -> str:
     }[result.verdict]
     if result.is_outside:
         next_ = "remove the cause of this error, and start the job again; more restarts do not help"
-    return f"verdict: {word} ({result.message or reason}); next: {next_}"
+    return f"verdict: {word} ({known or reason}); next: {next_}"
 
 
 def hand_on(error: ChildFailedError, headline: str) -> bool:
     """Write the launcher's own error file. It is a copy of the error file of the worker that failed first or,
-    if that file is not on this node, one line about the failure.
+    if that file is not on this node or that failure is not the root cause, one line about the root cause.
     """
     rank, first = error.get_first_failure()
     handler = public("multiprocessing.errors.get_error_handler")()
-    if os.path.isfile(first.error_file):
+    if first.cause_outside is None and os.path.isfile(first.error_file):
         handler.dump_error_file(first.error_file, first.exitcode or 0)
         return True
     extra = {
