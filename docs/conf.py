@@ -103,40 +103,44 @@ def show_pictures(_app: Sphinx, _page: str, source: list[str]) -> None:
     )
 
 
-NAMES_IN_TABLES = {
-    "docs/compatibility": "[A-Z]+(?:_[A-Z]+)+",
-    "docs/events": r"[a-z][\w. ]+",
-    "docs/metrics": r"elasticrs_\w+",
-    "docs/several-nodes": "[a-z]+(?:_[a-z]+)+",
-}
-"""For some pages, a pattern of names. The search finds those that stand in the first cells of table rows."""
+def directives(names: Iterable[str]) -> str:
+    """Return Markdown that adds entries to the index of the site."""
+    return "".join(f"```{{index}} ! {name}\n```\n\n" for name in names)
+
+
+def turn_rows_into_sections(_app: Sphinx, _page: str, source: list[str]) -> None:
+    """Give each row of a table below ``<!-- headings -->`` a heading, so that links and searches lead to it.
+    The heading is the first cell, and the last cell is the text. A line below has the other cells.
+    """
+
+    def section_of(titles: list[str], cells: list[str]) -> str:
+        names = re.findall(r"`([\w .<>-]+)`", re.sub("(?<=`) of .*", "", cells[0]))
+        between = zip(titles[1:-1], cells[1:-1], strict=True)
+        facts = " · ".join(f"{title}: {cell}" for title, cell in between if cell)
+        text = f"{cells[-1][:1].upper()}{cells[-1][1:]}."
+        return f"{directives(names)}### {cells[0]}\n\n{text}\n\n{facts}\n"
+
+    def sections_of(table: re.Match[str]) -> str:
+        rows = [
+            [cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in table[1].splitlines()
+        ]
+        return "\n".join(section_of(rows[0], row) for row in rows[2:])
+
+    source[0] = re.sub(r"^<!-- headings -->\n\n((?:\|.*\n)+)", sections_of, source[0], flags=re.MULTILINE)
 
 
 def add_index_entries(_app: Sphinx, page: str, source: list[str]) -> None:
     """Add entries to the index of the site, because the search shows first the pages to which entries of the
-    index lead. Add an entry for the name and one for the variable of each option, and one for each row of the
-    tables of settings, metrics, events and variables. In all pages, a comment such as
-    ``<!-- index: exit code 93, SIGKILL -->`` adds the entries that it lists.
+    index lead. Add an entry for the name and one for the variable of each option, and one for each setting.
+    In all pages, a comment such as ``<!-- index: exit code 93, SIGKILL -->`` adds the entries that it lists.
     """
-
-    def directives(names: Iterable[str]) -> str:
-        return "".join(f"```{{index}} ! {name}\n```\n\n" for name in names)
-
-    if page == "docs/options":
+    if page in {"docs/options", "docs/settings"}:
         source[0] = re.sub(
-            r"^### `(--[\w-]+)`\n\n.*\n\n.*$",
+            r"^### `([\w-]+)`\n\n.*\n\n.*$",
             lambda found: directives([found[1], *re.findall(r"`(PET_\w+)`", found[0])]) + found[0],
             source[0],
             flags=re.MULTILINE,
         )
-    if page in NAMES_IN_TABLES:
-
-        def entries_of(table: re.Match[str]) -> str:
-            cells = re.findall(r"^\| ((?:`[^`|]+`(?:, )?)+) *\|", table[0], re.MULTILINE)
-            names = re.findall(rf"`({NAMES_IN_TABLES[page]})`", " ".join(cells))
-            return directives(dict.fromkeys(names)) + table[0]
-
-        source[0] = re.sub(r"(?:^\|.*\n)+", entries_of, source[0], flags=re.MULTILINE)
     source[0] = re.sub(
         r"^<!-- index: (.*) -->$",
         lambda found: directives(found[1].split(", ")),
@@ -146,9 +150,9 @@ def add_index_entries(_app: Sphinx, page: str, source: list[str]) -> None:
 
 
 def mark_flags(_app: Sphinx, document: nodes.document, _page: str) -> None:
-    """Mark the names of options in the text, so that the style sheet can keep each of them in one line."""
+    """Mark options and commands that contain options, so that the style sheet keeps each word in one line."""
     for literal in document.findall(nodes.literal):
-        if literal.astext().startswith("-"):
+        if re.search("(?:^| )-", literal.astext()):
             literal["classes"].append("flag")
 
 
@@ -198,6 +202,7 @@ def setup(app: Sphinx) -> None:
     app.connect("builder-inited", load_names)
     app.connect("source-read", add_navigation)
     app.connect("source-read", show_pictures)
+    app.connect("source-read", turn_rows_into_sections)
     app.connect("source-read", add_index_entries)
     app.connect("doctree-resolved", label_cells)
     app.connect("doctree-resolved", mark_flags)

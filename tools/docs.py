@@ -16,7 +16,7 @@ import zlib
 from collections.abc import Iterator, Mapping
 from html.parser import HTMLParser
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from urllib.parse import unquote, urlsplit
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -114,11 +114,14 @@ QUERIES = {
     "hang-timeout": "docs/options",
     "PET_NNODES": "docs/options",
     "exit code 93": "docs/failures",
-    "last_call_timeout": "docs/several-nodes",
-    "ELASTICRS_FAST_EXIT": "docs/compatibility",
+    "last_call_timeout": "docs/settings",
+    "ELASTICRS_FAST_EXIT": "docs/variables",
     "worker hung": "docs/events",
     "SIGKILL": "docs/troubleshooting",
     "OOM": "docs/troubleshooting",
+    "elasticrs_restarts_total": "docs/metrics",
+    "more restarts": "docs/failures",
+    "which rank failed first": "docs/failures",
     "NCCL timeout": "docs/failures",
     "resume": "docs/restarts",
 }
@@ -132,8 +135,7 @@ def unfound(site: Path, queries: Mapping[str, str]) -> Iterator[str]:
     the query, and the query is at least half as long as the entry. The nearer the two lengths are, the
     earlier the search shows the result. Pages that contain the query only in their text come later.
     """
-    text = (site / "searchindex.js").read_text(encoding="utf-8")
-    index = json.loads(text.removeprefix("Search.setIndex(").removesuffix(")"))
+    index = _data(site / "searchindex.js")
     for query, expected in queries.items():
         results = [
             (len(query) / len(entry), index["docnames"][page])
@@ -144,6 +146,12 @@ def unfound(site: Path, queries: Mapping[str, str]) -> Iterator[str]:
         best = {page for share, page in results if share == max(results)[0]}
         if best != {expected}:
             yield f"a search for {query} does not show {expected} first, but {sorted(best) or 'no entry'}"
+
+
+def _data(script: Path) -> Any:
+    """Return the JSON value in a script that consists of one statement."""
+    text = script.read_text(encoding="utf-8")
+    return json.loads(text[text.index("{") : text.rindex("}") + 1])
 
 
 def build(site: Path) -> int:

@@ -1,20 +1,20 @@
-"""Write the options into ``docs/options.md``, from the table of options that also gives ``--help``.
+"""Write ``docs/options.md`` and ``docs/settings.md``, from the tables that also give ``--help``.
 
-The text above the first option is written by hand, and stays. With ``--check``, nothing is written, and the
-exit code is 1 if the page differs from what would be written.
+The text above the first option or setting is written by hand, and stays. With ``--check``, nothing is
+written, and the exit code is 1 if a page differs from what would be written.
 """
 
 import re
 import sys
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "python"))
 
 from elasticrs._engine.job.options import NEWER, OURS, SECTIONS, Option  # noqa: E402
+from elasticrs._engine.nodes.transport import etcd_site, settings  # noqa: E402
 
-PAGE = ROOT / "docs" / "options.md"
 BEGIN = "<!-- Written by tools/reference.py. -->\n"
 
 
@@ -69,7 +69,7 @@ MORE = {
     "rdzv-id": More("job42"),
     "rdzv-conf": More(
         "last_call_timeout=60",
-        "[All settings](several-nodes.md#settings)",
+        "[All settings](settings.md)",
         "ignores a key that it does not know",
     ),
     "node-rank": More("0"),
@@ -122,14 +122,78 @@ MORE = {
 }
 
 
-def page() -> str:
-    """Return the whole new text of ``docs/options.md``."""
-    by_hand, _, _ = PAGE.read_text(encoding="utf-8").partition(BEGIN)
-    lines = [f"{by_hand}{BEGIN}"]
-    for title, options in SECTIONS.items():
-        lines.append(f"## {title}\n")
-        lines += [entry(option) for option in options]
-    return "\n".join(lines)
+SETTINGS = {
+    "For all back ends": [key for key in settings.KEYS if key.is_stored or key.name == "store_grace"],
+    "Only for etcd": etcd_site.KEYS,
+}
+"""The settings of ``--rdzv-conf`` that have an effect, by the heading above them."""
+
+EXAMPLES = {
+    "settle": "30",
+    "restart_call_timeout": "60",
+    "store_grace": "60",
+    "scale_up": "0",
+    "max_node_losses": "2",
+    "is_host": "1",
+    "bind_addr": "10.0.0.7",
+    "worker_port_range": "29401-29410",
+    "order_hint": "1",
+    "rank": "0",
+    "homogeneous": "1",
+    "same_command": "0",
+    "fresh": "1",
+    "drain": "job",
+    "token": "SECRET",
+    "token_file": "token",
+    "protocol": "https",
+    "ca_cert": "ca.pem",
+    "ssl_cert": "node.pem",
+    "ssl_cert_key": "node-key.pem",
+    "user": "trainer",
+    "password_file": "password",
+    "etcd_prefix": "/team1/jobs",
+}
+"""Values for the examples of settings. The example of any other setting is twice its default."""
+
+TORCHS = {
+    "last_call_timeout": "also at each restart with fewer than MAX nodes",
+    "keep_alive_interval": "default 5",
+    "keep_alive_max_attempt": "default 3",
+    **dict.fromkeys(("join_timeout", "close_timeout", "is_host", "rank", "read_timeout", "etcd_prefix"), ""),
+    **dict.fromkeys(("protocol", "ca_cert", "ssl_cert", "ssl_cert_key"), ""),
+}
+"""The settings that torchrun also has, each with its difference there; empty if there is none."""
+
+
+def pages() -> dict[Path, str]:
+    """Return the whole new texts of the two pages."""
+    options = {title: [entry(option) for option in group] for title, group in SECTIONS.items()}
+    keys = {title: [setting(key) for key in group] for title, group in SETTINGS.items()}
+    new = {}
+    for name, sections in (("options", options), ("settings", keys)):
+        path = ROOT / "docs" / f"{name}.md"
+        by_hand, _, _ = path.read_text(encoding="utf-8").partition(BEGIN)
+        lines = [f"{by_hand}{BEGIN}"]
+        for title, entries in sections.items():
+            lines += [f"## {title}\n", *entries]
+        new[path] = "\n".join(lines)
+    return new
+
+
+def setting(key: settings.Key) -> str:
+    """Return the heading and the description of a setting of ``--rdzv-conf``, in Markdown."""
+    default: Any = key.default
+    if isinstance(default, (bool, float)):
+        default = f"{default:g}"
+    facts = [] if default is None else [f"default: `{default}`"]
+    example = EXAMPLES.get(key.name) or f"{2 * float(default):g}"
+    facts.append(f"example: `--rdzv-conf {key.name}={example}`")
+    if key.name not in TORCHS:
+        facts.append("not in torchrun")
+    elif TORCHS[key.name]:
+        facts.append(f"torchrun: {TORCHS[key.name]}")
+    text = f"{key.help[0].upper()}{key.help[1:]}."
+    return f"### `{key.name}`\n\n{text}\n\n{' · '.join(facts)}\n"
 
 
 def entry(option: Option) -> str:
@@ -151,14 +215,17 @@ def entry(option: Option) -> str:
 
 
 def main() -> int:
-    """Write ``docs/options.md``, or only check it. Return the exit code."""
-    text = page()
-    if sys.argv[1:] != ["--check"]:
-        PAGE.write_text(text, encoding="utf-8")
-    elif PAGE.read_text(encoding="utf-8") != text:
-        print("docs/options.md differs from the table of options: run `.venv/bin/python tools/reference.py`")
-        return 1
-    return 0
+    """Write the pages, or only check them. Return the exit code."""
+    only_checks = sys.argv[1:] == ["--check"]
+    wrong = []
+    for path, text in pages().items():
+        if not only_checks:
+            path.write_text(text, encoding="utf-8")
+        elif path.read_text(encoding="utf-8") != text:
+            wrong.append(path.relative_to(ROOT))
+    for name in wrong:
+        print(f"{name} differs from the tables in the program: run `.venv/bin/python tools/reference.py`")
+    return 1 if wrong else 0
 
 
 if __name__ == "__main__":

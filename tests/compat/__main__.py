@@ -1,4 +1,4 @@
-"""Check the tables of docs/compatibility.md against the installed torch: ``python -m tests.compat``.
+"""Check the tables of docs/api/names.md against the installed torch: ``python -m tests.compat``.
 
 Prints each line of the table that does not hold, and ends with 1 if there is one. ``--write`` corrects the
 tables; what is new gets no reason, and that is for a person to write.

@@ -1,4 +1,4 @@
-"""The tables of docs/compatibility.md, which list the intentional differences from torch and their reasons.
+"""The tables of docs/api/names.md, which list the intentional differences from torch and their reasons.
 
 A table is below a heading that names its place, with the columns name, state and reason. Names of one state
 and reason may share a row. Everything else in the file is prose and left alone.
@@ -10,7 +10,7 @@ from pathlib import Path
 
 from .names import Differences
 
-DOCUMENT = Path(__file__).resolve().parent.parent.parent / "docs" / "compatibility.md"
+DOCUMENT = Path(__file__).resolve().parent.parent.parent / "docs" / "api" / "names.md"
 HEAD = ("| name | state | reason |", "| --- | --- | --- |")
 FIRST, LAST = "<!-- names: begin -->", "<!-- names: end -->"
 

@@ -1,5 +1,5 @@
 """Names, signatures, defaults and options match torch's, except for those that
-docs/compatibility.md lists.
+docs/api/names.md lists.
 """
 
 from pathlib import Path

@@ -357,8 +357,8 @@ def test_nodes_rendezvous_through_a_file(in_file, worker_script):
 def test_the_documented_handler_works_in_a_package_and_in_a_program(
     launch_with_torch, worker_script, tmp_path
 ):
-    page = (Path(__file__).parents[2] / "docs" / "several-nodes.md").read_text(encoding="utf-8")
-    module, program = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    page = (Path(__file__).parents[2] / "docs" / "python.md").read_text(encoding="utf-8")
+    _, module, program = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     ((group, name, function),) = re.findall(
         r'\[project.entry-points."(.*)"\]\n(.*) = "my_rendezvous:(.*)"', page
     )
