@@ -6,6 +6,7 @@ README.md, and from the lists of two index pages.
 """
 
 import importlib
+import json
 import re
 import shutil
 import sys
@@ -53,6 +54,7 @@ html_copy_source = False
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
 html_js_files = ["copy.js"]
+html_show_search_summary = False  # search.js shows excerpts
 html_logo = html_favicon = "_static/logo.svg"
 html_show_copyright = False
 
@@ -191,6 +193,34 @@ def leave_changelog_out(app: Sphinx, page: str, _source: list[str]) -> None:
         app.env.metadata[page]["nosearch"] = ""
 
 
+def add_search(app: Sphinx, page: str, *_: object) -> None:
+    """Load the script that shows excerpts, and the texts that it needs, into the page of the search."""
+    if page == "search":
+        app.add_js_file("texts.js")
+        app.add_js_file("search.js")
+
+
+def write_texts(app: Sphinx, error: Exception | None) -> None:
+    """Write the ids, the title and the text of each section to ``texts.js``, by the name of its page."""
+    if error is not None:
+        return
+    texts = {
+        page: [
+            [section["ids"], section[0].astext(), " ".join(_own_text(section).split())]
+            for section in app.env.get_doctree(page).findall(nodes.section)
+        ]
+        for page in app.env.found_docs
+        if "nosearch" not in app.env.metadata[page]
+    }
+    (app.outdir / "_static" / "texts.js").write_text(f"const TEXTS = {json.dumps(texts)};\n", "utf-8")
+
+
+def _own_text(section: nodes.section) -> str:
+    """Return the text of a section without its title and the sections in it."""
+    shown = (child for child in section[1:] if not isinstance(child, (nodes.section, nodes.raw)))
+    return " ".join(child.astext() for child in shown)
+
+
 def add_index(app: Sphinx, error: Exception | None) -> None:
     """Copy the first page to index.html, the page that web servers show by default."""
     if error is None:
@@ -208,4 +238,6 @@ def setup(app: Sphinx) -> None:
     app.connect("doctree-resolved", mark_flags)
     app.connect("source-read", leave_changelog_out)
     app.connect("source-read", remove_links_to_folders)
+    app.connect("html-page-context", add_search)
+    app.connect("build-finished", write_texts)
     app.connect("build-finished", add_index)

@@ -148,6 +148,19 @@ def unfound(site: Path, queries: Mapping[str, str]) -> Iterator[str]:
             yield f"a search for {query} does not show {expected} first, but {sorted(best) or 'no entry'}"
 
 
+def without_excerpt(site: Path) -> Iterator[str]:
+    """Yield a message for each entry of the index that leads to no section with a text for the excerpt. Skip
+    names of Python, which have descriptions.
+    """
+    index, texts = _data(site / "searchindex.js"), _data(site / "_static" / "texts.js")
+    for entry, places in index["indexentries"].items():
+        for page, anchor, _ in places:
+            sections = texts.get(index["docnames"][page], [])
+            is_of_python = not anchor.startswith("index-")
+            if not is_of_python and not any(anchor in ids and text for ids, _, text in sections):
+                yield f"a search for {entry} shows no excerpt"
+
+
 def _data(script: Path) -> Any:
     """Return the JSON value in a script that consists of one statement."""
     text = script.read_text(encoding="utf-8")
@@ -169,7 +182,7 @@ def main() -> int:
     """Build and check the site. Return the exit code."""
     if code := build(SITE):
         return code
-    found = [*problems(SITE), *undescribed(SITE), *unfound(SITE, QUERIES)]
+    found = [*problems(SITE), *undescribed(SITE), *unfound(SITE, QUERIES), *without_excerpt(SITE)]
     print("\n".join(found or [f"open {(SITE / 'index.html').relative_to(ROOT)}"]))
     return 1 if found else 0
 

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
-from tools.docs import problems, unfound
+from tools.docs import problems, unfound, without_excerpt
 
 from elasticrs.rendezvous import TORCHS
 
@@ -111,3 +111,13 @@ def test_a_query_is_found_if_the_best_entry_of_the_index_is_on_its_page(tmp_path
     assert list(unfound(tmp_path, {"--max-restarts": "options", "max-restarts": "options"})) == []
     wrong = {"--max-restarts": "other", "SIGKILL": "other", "start": "options"}
     assert [line.split()[3] for line in unfound(tmp_path, wrong)] == ["--max-restarts", "SIGKILL", "start"]
+
+
+def test_an_entry_of_the_index_needs_a_section_with_a_text(tmp_path):
+    entries = {"--keep": [[0, "index-0", True]], "resume": [[0, "index-1", True]]}
+    index = {"docnames": ["options"], "indexentries": entries}
+    (tmp_path / "_static").mkdir()
+    (tmp_path / "searchindex.js").write_text(f"Search.setIndex({json.dumps(index)})")
+    texts = {"options": [[["keep", "index-0"], "--keep", "Goes on."], [["index-1"], "Resume", ""]]}
+    (tmp_path / "_static/texts.js").write_text(f"const TEXTS = {json.dumps(texts)};")
+    assert list(without_excerpt(tmp_path)) == ["a search for resume shows no excerpt"]
