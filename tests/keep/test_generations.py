@@ -21,7 +21,6 @@ class Apart:
         self.ranks, self.every, self.random = range(count), every, random
         self.generations = [Generations(None) for _ in self.ranks]
         for each in self.generations:
-            each.are_announced = True
             each.begin_first(None)
         self.ended, self.sent, self.known = [0] * count, [0] * count, [0] * count
         self.slots = [[None, None] for _ in self.ranks]
@@ -47,7 +46,7 @@ class Apart:
 
     def report(self, rank):
         _, copied = self.generations[rank].wait(-1)
-        self.reports[rank] = None if self.generations[rank].is_off else copied
+        self.reports[rank] = None if self.generations[rank].off else copied
         if len(self.reports) == len(self.ranks):
             is_whole = None not in self.reports.values()
             if is_whole:
@@ -64,7 +63,7 @@ class Apart:
         self.generations[rank].announce(announced)
 
     def turn_off(self, rank):
-        self.generations[rank].turn_off()
+        self.generations[rank].turn_off("why")
         if self.copying[rank] is not None:
             self.copying[rank] = None
 
@@ -74,7 +73,7 @@ class Apart:
 
     def end_step(self, rank):
         self.ended[rank] = step = self.ended[rank] + 1
-        if not self.generations[rank].is_off:
+        if not self.generations[rank].off:
             self.generations[rank].end_step(step)
             if self.generations[rank].is_due(step - 1, step):
                 slot = self.random.choice(self.free(rank))
@@ -92,7 +91,7 @@ class Apart:
     def copy_at_death(self, rank):
         if self.copying[rank] is not None:
             self.finish_copy(rank)
-        is_new = self.ended[rank] not in self.slots[rank] and not self.generations[rank].is_off
+        is_new = self.ended[rank] not in self.slots[rank] and not self.generations[rank].off
         if is_new and (free := self.free(rank)):
             self.slots[rank][self.random.choice(free)] = self.ended[rank]
 
@@ -107,7 +106,7 @@ def test_ranks_of_several_nodes_never_overwrite_their_last_common_step(count, ev
         if ends and model.random.random() < 0.01:
             model.turn_off(model.random.choice(model.ranks))
         assert model.common() >= model.secured
-    are_on = not any(each.is_off for each in model.generations)
+    are_on = not any(each.off for each in model.generations)
     # Copies of a step that all ranks have made are kept, even if the ranks have not compared them yet.
     before = model.common() if are_on else model.secured
     dead = model.random.choice([None, *model.ranks])
@@ -129,7 +128,7 @@ def test_ranks_of_several_nodes_never_overwrite_their_last_common_step(count, ev
 
 def test_a_failure_does_not_wait_for_a_comparison_that_has_ended():
     generations, is_done = Generations(None), threading.Event()
-    generations.are_compared = generations.are_announced = True
+    generations.are_compared = True
     generations.begin_copy(1, 1)
 
     def wait():

@@ -105,8 +105,6 @@ class Model:
     def __init__(self, count, random):
         self.ranks, self.random, self.sources = range(count), random, sources(count)
         self.generations = [Generations(None) for _ in self.ranks]
-        for each in self.generations:
-            each.are_announced = True
         self.steps, self.copying = [0] * count, [None] * count
         self.own, self.taken = ([[None, None] for _ in self.ranks] for _ in range(2))
         self.number, self.announced, self.secured = 1, 2, None
@@ -305,7 +303,7 @@ class Ranks:
             agreement = nodes.Agreement(plan, self.store)
             agreement.nodes = shares if has_partners else None
             self.schedules.append(Schedule(self.own[rank].words, None, rank, every, mode))
-            self.peers.append(Peers(agreement, self.store, self.own[rank], self.schedules[-1], say))
+            self.peers.append(Peers(agreement, self.own[rank], self.schedules[-1], say))
             if restored is not None:
                 self.copy(rank, restored)
 
@@ -322,13 +320,13 @@ class Ranks:
         digest = sum(memoryview(data).cast("q")) % (1 << 64)
         slot.complete(digest, 1 + max(each.sequence for each in self.own[rank].slots))
 
-    def begin(self):
+    def begin(self, *, without=None):
         for rank, (peers, schedule) in enumerate(zip(self.peers, self.schedules, strict=True)):
             for step in range(1, 4):
                 schedule.next(self.step + step, is_idle=True)
             schedule.generations.note_copy(self.step + 2, is_kept=False)
-            peers.begin()
-            assert rank < len(self.own)
+            if rank != without:
+                peers.begin()
 
     def announced(self):
         """Wait until all ranks know which step they copy next. Return this step, and the secured one."""
@@ -533,6 +531,78 @@ def test_all_nodes_say_once_that_a_rank_makes_no_copies_any_more(ranks, rank, mo
 
 
 @pytest.mark.torch
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("key", ["copied/{}", "taken"])
+def test_a_rank_that_cannot_compare_its_copies_tells_the_others_why(ranks, monkeypatch, rank, key):
+    """The rank's access to the store fails once: to tell the others of a copy, or of a completed download."""
+    monkeypatch.setattr("elasticrs._engine.inside.keep.peers._QUIET", 0)
+    made = ranks(3)
+    made.begin()
+    first = made.copy_all()
+    made.announced()
+    made.peers[rank]._store = FaultyStore(made.store, key.format(rank))
+    second = made.copy_all()
+    generations = [schedule.generations for schedule in made.schedules]
+    if (rank, key) == (1, "taken"):
+        # Rank 0 has compared the copies of this step. So the other ranks learn of it after their next copies.
+        for other in (0, 2):
+            step = wait_until(lambda at=other: generations[at]._announced, lambda each: each > second)
+            made.schedules[other].next(step, is_idle=True)
+            generations[other].note_copy(step, is_kept=False)
+    wait_until(lambda: len(made.said) == 3)
+    wait_until(lambda: not any(each.are_compared for each in generations))
+    (own,) = [text for text in made.said if text.startswith("this rank makes no more periodic copies")]
+    others = {text for text in made.said if text != own}
+    assert f"rank {rank} makes no copies any more" in others.pop()
+    assert not others
+    assert all("the wire is cut" in text for text in made.said)
+    assert {each.secured for each in generations} == {first}
+
+
+class FaultyStore:
+    """Access to a store that fails once: when a value is written for a key."""
+
+    def __init__(self, store, key):
+        self._store, self._key = store, key
+
+    def _call(self, method, key, value):
+        if key == self._key and value:
+            self._key = None
+            raise ConnectionError("the wire is cut")
+        return method(key, value)
+
+    def set(self, key, value):
+        self._call(self._store.set, key, value)
+
+    def add(self, key, number):
+        return self._call(self._store.add, key, number)
+
+    def __getattr__(self, name):
+        return getattr(self._store, name)
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_without_keep_is_not_waited_for(ranks, rank):
+    made = ranks(2, has_partners=False)
+    nodes.leave(made.store, rank, 2, "the agent's memory cannot be opened")
+    made.begin(without=rank)
+    wait_until(lambda: made.said)
+    assert f"rank {rank} makes no copies any more (the agent's memory cannot be opened)" in made.said[0]
+    wait_until(lambda: not made.schedules[1 - rank].generations.are_compared)
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("rank", [0, 1])
+def test_ranks_say_that_they_wait_for_one_that_does_not_use_keep(ranks, monkeypatch, rank):
+    monkeypatch.setattr("elasticrs._engine.inside.keep.peers._LATE", 0.1)
+    made = ranks(2, has_partners=False)
+    made.begin(without=rank)
+    wait_until(lambda: made.said)
+    assert made.said[0].startswith("no more periodic copies are made until all ranks have said")
+
+
+@pytest.mark.torch
 @pytest.mark.parametrize(("key", "value"), [("next", ["x", []]), ("next", 7), ("compared", [1, [], True])])
 def test_a_damaged_value_in_the_store_ends_the_copies_and_not_the_training(ranks, monkeypatch, key, value):
     monkeypatch.setattr("elasticrs._engine.inside.keep.peers._QUIET", 0)
@@ -541,7 +611,7 @@ def test_a_damaged_value_in_the_store_ends_the_copies_and_not_the_training(ranks
     made.store.set = lambda name, found: real(name, [found[0], value] if name == key else found)
     made.begin()
     wait_until(lambda: len(made.said) == 2)
-    assert "no more periodic copies are made" in made.said[0]
+    assert all("makes no more periodic copies" in text for text in made.said)
     assert not any(schedule.next(9, is_idle=True)[0] for schedule in made.schedules)
 
 

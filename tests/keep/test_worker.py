@@ -182,26 +182,36 @@ def test_rank_of_several_nodes_ends_the_step_whose_gradients_it_has(agent, nodes
             assert step_of(agent) == 3
 
 
+SEVERAL_NODES = """
+os.environ["GROUP_WORLD_SIZE"] = "2"
+torch.distributed.init_process_group("gloo", rank=0, world_size=1, store=torch.distributed.HashStore())
+"""
+
+
 @pytest.mark.parametrize("is_agreed", [False, True])
 def test_rank_of_several_nodes_copies_a_step_only_when_all_have_the_copy_before(agent, is_agreed):
-    """Another rank may have no copy of step 3, because it died during the copy or has turned Keep off. The
+    """Another rank may have no copy of step 5, because it died during the copy or has turned Keep off. The
     second is possible even if all ranks have stopped after an agreed step.
     """
     agent.begin()
-    with agent.worker(preamble="os.environ['GROUP_WORLD_SIZE'] = '2'") as worker:
+    with agent.worker(preamble=SEVERAL_NODES) as worker:
         worker.run(model(every=1, replicated=False))
-        worker.run("train(1); train(2); train(3); keep._keeper._copier.wait_until_complete(60); train(4)")
+        # The ranks compare their copies, although the program does not restore any.
+        worker.run("train(1); keep._keeper._peers._world = 2; train(2)")
+        worker.run("copies = keep._keeper._schedule.generations; copies.announce(3); train(3); train(4)")
+        worker.run("copies.settle(3, is_secured=True); copies.announce(5); train(5)")
+        worker.run("keep._keeper._copier.wait_until_complete(60); train(6)")
         name = agent.joined()
-        assert step_of(agent) == 3
+        assert step_of(agent) == 5
         if is_agreed:
             with closing(agent.file()) as file:
                 file.words[Agreed.STATE] = AgreedState.SENT
                 file.words[Agreed.READY] = file.words[Agreed.NUMBER] = 1
         assert agent.order(name) == Answer.KEPT
-        assert step_of(agent) == 3
-        worker.run("keep._keeper._schedule.generations.settle(3, is_secured=True)")
+        assert step_of(agent) == 5
+        worker.run("copies.settle(5, is_secured=True)")
         assert agent.order(name) == Answer.KEPT
-        assert step_of(agent) == 4
+        assert step_of(agent) == 6
         with closing(agent.file()) as file:
             reasons = {slot.words[Slot.WHY] for slot in file.slots}
             assert reasons == {Why.PERIODIC, Why.AT_STOP if is_agreed else Why.AT_DEATH}

@@ -135,6 +135,7 @@ class Copier:
         self._check_step: int | None = None
         self._told_pace = _LEAST_PACE_MS
         self._is_joined = self.is_off = False
+        self.why_off = ""
         self.is_blind = False
         """True if tensors may change without a call of :meth:`change`. Then no copy is made when the agent is
         about to stop this process, and the training waits while a periodic copy reads the tensors.
@@ -225,10 +226,10 @@ class Copier:
     def turn_off(self, reason: str) -> None:
         """Make no copies of any kind from now on, and tell the user the reason."""
         if not self.is_off:
-            self.is_off = True
+            self.is_off, self.why_off = True, reason
             self._say(f"Keep is off: {reason}")
             self._file.tell(reason)
-            self._ranks.turn_off()
+            self._ranks.turn_off(reason)
             self.leave()
 
     def is_idle(self) -> bool:

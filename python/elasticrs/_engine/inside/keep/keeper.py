@@ -91,6 +91,8 @@ _is_used = False
 """True once a step has ended in this process. Then it no longer restores the copy that the agent chose."""
 _agreement: nodes.Agreement | None = None
 """The agreement of the job's nodes on the step to restore; ``None`` before it is made."""
+_trainings = 0
+"""Number of trainings in this process whose periodic copies were compared with those of other nodes."""
 _has_asked = False
 """True if the program has asked for a kept state, by :meth:`Keeper.restore` or :func:`peek`."""
 
@@ -242,6 +244,14 @@ def _notice_backward(before: Callable[[], None], after: Callable[[], None]) -> C
     return end
 
 
+def _text_of_kept(plan: Mapping[str, Any]) -> str:
+    """Return what the agent has kept for this attempt, as the subject of a sentence; empty without any."""
+    if plan["step"] is not None:
+        return f"the kept step {plan['step']}"
+    holdings = [each["holding"] for each in plan.get("holdings", ()) if each is not None]
+    return "the kept state" if any(choice.Holding.of_json(each).slots for each in holdings) else ""
+
+
 class Restored:
     """What :meth:`Keeper.restore` has loaded. ``from_rank`` is the rank whose copy it has loaded."""
 
@@ -347,17 +357,41 @@ class Keeper:
             if sys.excepthook == self._excepthook:
                 sys.excepthook = self._previous
 
-    @_guarded
     def _join_peers(self) -> None:
-        """Prepare to compare this rank's periodic copies of its state with those of ranks of other nodes."""
+        """Prepare to compare this rank's periodic copies of its state with those of ranks of other nodes. Do
+        so even if this rank makes no copies, because the other ranks must learn that.
+        """
+        if self._peers is None and nodes.is_job_of_several_nodes():
+            try:
+                self._peers = self._new_peers()
+            except OffError as error:
+                self._copier.turn_off(str(error))
+            # A failure to keep the state must not end the training, whatever went wrong.
+            except Exception as error:
+                self._copier.turn_off(f"its copies cannot be compared with those of other nodes: {error!r}")
+            if self._copier.is_off:
+                self._schedule.turn_off(self._copier.why_off)
+            self._tell_if_off()
+
+    def _new_peers(self) -> Peers | None:
+        """Return what compares the periodic copies of the ranks; ``None`` if they need not be compared.
+
+        Raises:
+            OffError: the nodes have no key-value store in which they could compare copies.
+        """
+        global _trainings  # noqa: PLW0603 -- one for each process
         is_replicated = self._mode == layout.Mode.REPLICATED
-        if _agreement is None or _agreement.store is None or (is_replicated and self._every is not None):
-            return
+        if is_replicated and self._every is not None:
+            return None
         from elasticrs._engine.inside.keep.peers import Peers
 
-        self._peers = Peers(
-            _agreement, _agreement.store, self._file, self._schedule, say, has_partners=not is_replicated
-        )
+        agreement = None if _trainings else _agreement
+        if agreement is None or agreement.store is None:
+            # This training restores nothing. It needs keys that no earlier training of the process has used.
+            store = nodes.Store(name=f"/{_trainings}")
+            agreement = nodes.Agreement({**self._plan, "step": None}, store)
+        _trainings += 1
+        return Peers(agreement, self._file, self._schedule, say, has_partners=not is_replicated)
 
     def _tell_if_off(self) -> None:
         """If this rank makes no copies any more, tell the other nodes, even before its first step ends."""
@@ -586,12 +620,13 @@ class Keeper:
                     " after the step of the optimizer"
                 )
             return
+        if before is None:
+            self._join_peers()
         boundary = self._collector.boundary(step)
         if before is None:
-            if self._plan["step"] is not None and not _has_asked:
-                kept = self._plan["step"]
-                say(f"the kept step {kept} is not restored, because the script does not call keep.restore()")
-            if self._peers is None or self._peers.partner is None:
+            if not _has_asked and (kept := _text_of_kept(self._plan)):
+                say(f"{kept} is not restored, because the script does not call keep.restore()")
+            if self._peers is None or not self._peers.has_partners:
                 self._close_handover()
             self._file.drop_from(step)
             if boundary.parts.is_sharded:

@@ -40,6 +40,9 @@ _QUIET = 15.0
 
 _CHOICE = "choice"
 
+_FINAL = 1 << 62
+"""Number of a generation after all others, with which rank 0 answers all that other ranks wait for."""
+
 
 def is_job_of_several_nodes() -> bool:
     """Return true if the workers of this attempt run on several nodes."""
@@ -117,12 +120,35 @@ def agree(
 
 
 def tell_off(reason: str) -> None:
-    """Tell the other nodes that this node cannot restore any state, so that they do not wait for it."""
+    """Tell the other nodes that this rank neither restores nor copies a state, so that they do not wait."""
     try:
-        own = int(os.environ["GROUP_RANK"]), int(os.environ["LOCAL_RANK"])
-        _publish(Store(), own, {"off": reason})
+        own, store = (int(os.environ["GROUP_RANK"]), int(os.environ["LOCAL_RANK"])), Store()
+        leave(store, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), reason)
+        _publish(store, own, {"off": reason})
     except (OSError, KeyError, ValueError, RuntimeError, OffError):
         return  # Ignore the error: the other nodes will report that they have waited for this node.
+
+
+def leave(store: Store, rank: int, world: int, reason: str, *, has_published: bool = False) -> None:
+    """Tell the other ranks that ``rank`` compares no copies any more, so that they do not wait for it.
+
+    Args:
+        store: the store through which the ranks compare their copies.
+        rank: this rank.
+        world: number of ranks of the job.
+        reason: why the rank leaves.
+        has_published: true if the rank has written into the store before which copy it has.
+    """
+    store.set(f"copied/{rank}", [_FINAL, reason])
+    if not has_published:
+        store.add("published", 1)
+    # Do not let rank 0 wait for a download of this rank. Let the present generation count as failed.
+    store.add("failed", 1)
+    store.add("taken", world)
+    if rank == 0:
+        store.set("compared", [_FINAL, [False, [], False]])
+        store.set("done", [_FINAL, False])
+        store.set("next", [_FINAL, [None, {"0": reason}]])
 
 
 FACTS = tuple(Choice().facts())
@@ -135,10 +161,13 @@ _OF_NODE = ("holdings", "partners", "has_peers", "barred_from", "refused", "rank
 
 class Store:
     """The store through which the process groups of this attempt connect. Values are stored as JSON.
-    ``say`` tells the user about a long wait.
+    ``say`` tells the user about a long wait. Stores with different names have separate keys.
+
+    Raises:
+        OffError: a worker hosts the store, but the program has not connected its process groups yet.
     """
 
-    def __init__(self, say: Callable[[str], None] | None = None) -> None:
+    def __init__(self, say: Callable[[str], None] | None = None, name: str = "") -> None:
         self._say = say
         from torch import distributed
 
@@ -154,7 +183,7 @@ class Store:
                 "on several nodes, a worker hosts the store of this job; call init_process_group() before"
                 " Keep.restore()"
             )
-        prefix = f"elasticrs/keep/{os.environ.get('ELASTICRS_ROUND', '')}"
+        prefix = f"elasticrs/keep/{os.environ.get('ELASTICRS_ROUND', '')}{name}"
         self._store = torch_distributed.PrefixStore(prefix, store)
 
     def set(self, key: str, value: Any) -> None:

@@ -19,20 +19,24 @@ which their process groups connect.
 - **PEERS-4** If the download of a rank's copies fails three times in a row, or a copy is too large, the rank
   that downloads them gives up. Later generations then count as secured without these downloads. An error in
   this module never fails the training.
-- **PEERS-5** A rank that has turned Keep off says so in the store. Each node tells the user. The copies of
-  the other ranks end if rank 0 is off, which announces them, or if each rank has only a part of the state.
+- **PEERS-5** A rank that makes no copies any more, or cannot compare them, says so in the store, with the
+  reason. Each node tells the user. The copies of the other ranks end if this is rank 0, which announces them,
+  or if each rank has only a part of the state.
+- **PEERS-6** A rank may also be unable to say anything, for example because its program does not use Keep.
+  Then no further copies are made, and each node tells the user what the ranks wait for.
 """
 
 from __future__ import annotations
 
 import os
 import threading
+from time import monotonic
 
 from elasticrs._engine.inside.handover import MIN_RATE, without_signals
 from elasticrs._engine.inside.keep import layout
 from elasticrs._engine.inside.keep.file import KeepFile, OffError
 from elasticrs._engine.inside.keep.layout import Head, Slot, SlotState
-from elasticrs._engine.inside.keep.nodes import is_intact, offer_of, take_paced
+from elasticrs._engine.inside.keep.nodes import is_intact, leave, offer_of, take_paced
 from elasticrs._engine.job import phrases
 
 TYPE_CHECKING = False
@@ -55,8 +59,14 @@ _LONGEST_NOTICE = 5.0
 _END_LIMIT = 1.0
 """Maximum seconds for which the end of the program waits for the thread of :class:`Peers`."""
 
-_OFF = "off"
-"""Value that a rank writes into the store, instead of its copy's checksum, if it makes no copies any more."""
+_LATE = 60.0
+"""Seconds for which a rank waits for what other ranks write into the store, until it tells the user."""
+
+_ALL_COPIED = "all ranks have said whether they have copied the last step to copy"
+"""What the ranks wait for after each copy, in a line for the user."""
+
+_MOST_TEXT = 300
+"""Maximum length of a reason that a rank writes into the store or tells the user."""
 
 _QUIET = 10.0
 """Seconds from an error in the thread, such as the loss of the store, to the line about it for the user."""
@@ -107,50 +117,59 @@ def _are_ranks(value: object) -> bool:
     return isinstance(value, list) and all(type(each) is int for each in value)
 
 
+def _are_reasons(value: object) -> bool:
+    """Return true if a value of the store is a dictionary with reasons (texts) by rank."""
+    return isinstance(value, dict) and all(
+        each.isdecimal() and isinstance(reason, str) for each, reason in value.items()
+    )
+
+
 class Peers:
     """A thread of a worker that compares this rank's periodic copies with those of the other ranks.
 
     Args:
-        agreement: what the nodes have agreed on, such as the step that all ranks restore.
-        store: the store (of keys and values) through which the nodes have agreed.
+        agreement: what the nodes have agreed on, such as the step that all ranks restore, and the store (of
+            keys and values) through which they have agreed.
         file: the file in memory in which this rank keeps copies of its own state.
         schedule: says when this rank copies its state.
         say: writes a line to the user.
         has_partners: true if nodes may keep copies of each other's states, as ``--keep-peers`` says.
-
-    Raises:
-        OffError: the file for the copies of a rank of another node cannot be opened.
     """
 
     def __init__(
         self,
         agreement: Agreement,
-        store: Store,
         file: KeepFile,
         schedule: Schedule,
         say: Callable[[str], None],
         *,
         has_partners: bool = True,
     ) -> None:
-        self._agreement, self._store, self._own, self._say = agreement, store, file, say
+        assert agreement.store is not None
+        self._agreement, self._store, self._own, self._say = agreement, agreement.store, file, say
         self._rank, self._world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         self._schedule = schedule
         self._closed, self._has_ended = threading.Event(), threading.Event()
         self._nodes = nodes = agreement.nodes if has_partners else None
-        self.partner: Partner | None = None
+        self.has_partners = nodes is not None
+        """True if nodes keep copies of each other's states."""
+        self._partner: Partner | None = None
         """Downloads the copies of a rank of another node; ``None`` without ``--keep-peers``."""
         if nodes is not None:
-            self.partner = Partner(agreement.plan, nodes, file, store, self._closed, say)
+            try:
+                self._partner = Partner(agreement.plan, nodes, file, self._store, self._closed, say)
+            except OffError as error:
+                say(f"no copies of another node are kept here, so its state is lost with it: {error}")
         self._generations = schedule.begin_generations(agreement.plan["step"])
         self._downloads = self._failed_in_all = 0
         """How many times the ranks have downloaded copies, and how many of all downloads have failed."""
         self._longest_delay = _LONGEST_DELAY * max(1, self._world / 500)
         self._notice = 2 * self._longest_delay
         self._is_running = self._has_published = False
-        self._off: list[int] = []
-        """The ranks that make no copies any more. Only rank 0 collects them."""
-        self._told_off: list[int] = []
-        """The ranks of which this rank has told the user that they make no copies any more."""
+        self._off: dict[str, str] = {}
+        """Why ranks make no copies any more, by rank. Only rank 0 collects these reasons."""
+        self._told_off: dict[str, str] = {}
+        """The value of ``_off`` of which this rank has told the user."""
 
     def begin(self) -> None:
         """Start the thread that compares copies, unless it has been started. Call this after the first
@@ -179,7 +198,7 @@ class Peers:
                     self._schedule.note_equal(are_equal)
                 is_secured = is_whole and (not senders or self._are_downloaded(number, step, senders))
                 self._generations.settle(step, is_secured=is_secured)
-                if self.partner is not None and self._generations.secured is not None:
+                if self.has_partners and self._generations.secured is not None:
                     self._own.words[Head.SECURED] = self._generations.secured + 1
                 if not self._announce(number, is_whole=is_whole):
                     return
@@ -187,12 +206,23 @@ class Peers:
             return
         # An error in this thread, for example of the store, must not end the training.
         except Exception as error:
-            # The store may be lost with its node. Then the agent stops this process, and no line is needed.
-            if not self._closed.wait(_QUIET):
-                self._say(f"no more periodic copies are made, here and on the other nodes: {error!r}")
+            self._fail(error)
         finally:
             self._generations.end_comparing()
             self._has_ended.set()
+
+    def _fail(self, error: Exception) -> None:
+        """Tell the other ranks and the user that this rank cannot compare its copies any more."""
+        self._generations.end_comparing()
+        reason = f"it cannot compare its copies with those of the other ranks: {error!r}"[:_MOST_TEXT]
+        try:
+            leave(self._store, self._rank, self._world, reason, has_published=self._has_published)
+        # The store may be lost. Then the other ranks tell the user that they wait.
+        except Exception as another:
+            reason += f" (the other nodes cannot be told: {another!r})"[:_MOST_TEXT]
+        # The store may be lost with its node. Then the agent stops this process, and no line is needed.
+        if not self._closed.wait(_QUIET):
+            self._say(f"this rank makes no more periodic copies, because {reason}")
 
     def _announce(self, number: int, *, is_whole: bool) -> bool:
         """Agree with all ranks on the next step to copy. Rank 0 chooses it. Return false if no further step
@@ -200,35 +230,37 @@ class Peers:
         """
         if self._rank == 0:
             for _ in self._looks():
-                if self._schedule.knows_pace() or self._generations.is_off:
+                if self._schedule.knows_pace() or self._generations.off:
                     break
             if not is_whole and not self._off and number != self._agreement.plan["step"]:
                 # A rank has no copy, because it learned of the step too late. So announce the steps earlier.
                 self._notice = min(_LONGEST_NOTICE, 2 * self._notice)
-            if self._generations.is_off and 0 not in self._off:
-                self._off = [0, *self._off]
-            is_last = 0 in self._off or (bool(self._off) and self._schedule.is_sharded())
+            if self._generations.off:
+                self._off = {"0": self._generations.off[:_MOST_TEXT], **self._off}
+            is_last = "0" in self._off or (bool(self._off) and self._schedule.is_sharded())
             step = None if is_last else self._schedule.upcoming(self._notice)
             self._store.set("next", [number, [step, self._off]])
-        announced, off = self._await("next", number)
+        announced, off = self._await("next", number, "rank 0 has said which step is copied next")
         # The training thread uses this value, and an error there would turn Keep off.
-        if not (announced is None or type(announced) is int) or not _are_ranks(off):
+        if not (announced is None or type(announced) is int) or not _are_reasons(off):
             raise TypeError(f"the key 'next' in the store has the value {[announced, off]!r}")
         self._tell_off(off, is_last=announced is None)
         if announced is not None:
             self._generations.announce(announced)
         return announced is not None
 
-    def _tell_off(self, off: list[int], *, is_last: bool) -> None:
-        """Tell the user, once, which ranks make no copies any more, and what follows from that."""
-        if off and off != self._told_off:
-            ranks, verb = phrases.ranks_text(off, 4), "makes" if len(off) == 1 else "make"
+    def _tell_off(self, off: dict[str, str], *, is_last: bool) -> None:
+        """Tell the user, once, which ranks make no copies any more, why, and what follows from that."""
+        if off and off.keys() != self._told_off.keys():
+            ranks, verb = phrases.ranks_text(sorted(map(int, off)), 4), "makes" if len(off) == 1 else "make"
             follows = "the other ranks go on, but can be restored only if all ranks have the same state"
             if is_last:
                 secured = self._generations.secured
                 newest = "" if secured is None else f"; the last step that all ranks have copied is {secured}"
                 follows = f"the periodic copies of all ranks end{newest}"
-            self._say(f"{ranks} {verb} no copies any more, because Keep is off there: {follows}")
+            rank, reason = min(off.items(), key=lambda each: int(each[0]))
+            why = reason if len(off) == 1 else f"of rank {rank}: {reason}"
+            self._say(f"{ranks} {verb} no copies any more ({why}): {follows}")
         self._told_off = off
 
     def _compare(self, number: int, step: int | None) -> tuple[bool, list[int], bool]:
@@ -238,22 +270,23 @@ class Peers:
         """
         if self._closed.is_set():
             raise _ClosedError
-        copy = _OFF if self._generations.is_off else self._copy_of(step)
+        copy = self._generations.off[:_MOST_TEXT] or self._copy_of(step)
         self._store.set(f"copied/{self._rank}", [number, copy])
         if not self._has_published:
             self._has_published = True
             self._store.add("published", 1)
         if self._rank == 0:
-            for _ in self._looks():
+            for _ in self._looks(_ALL_COPIED):
                 if self._store.add("published", 0) < self._world:
                     continue
                 found = self._store.get_all([f"copied/{rank}" for rank in range(self._world)])
-                if all(each[0] == number for each in found):
+                # A rank that makes no copies any more may not come as far as this generation.
+                if all(each[0] == number or isinstance(each[1], str) for each in found):
                     break
-            self._off = [rank for rank, (_, copy) in enumerate(found) if copy == _OFF]
-            copies = [None if copy == _OFF else copy for _, copy in found]
+            self._off = {f"{rank}": copy for rank, (_, copy) in enumerate(found) if isinstance(copy, str)}
+            copies = [None if isinstance(copy, str) else copy for _, copy in found]
             self._store.set("compared", [number, self._compared(copies)])
-        compared = is_whole, senders, are_equal = self._await("compared", number)
+        compared = is_whole, senders, are_equal = self._await("compared", number, _ALL_COPIED)
         if not (type(is_whole) is type(are_equal) is bool and _are_ranks(senders)):
             raise TypeError(f"the key 'compared' in the store has the value {compared!r}")
         return is_whole, senders, are_equal
@@ -277,9 +310,8 @@ class Peers:
         """Download the copy of ``step`` that a rank of another node has made, if this node needs it. Then
         wait until all ranks have completed their downloads. Return true if no download has failed.
         """
-        assert self.partner is not None
-        if step is not None and self.partner.rank in senders:
-            self.partner.take(step, self._generations.secured)
+        if step is not None and self._partner is not None and self._partner.rank in senders:
+            self._partner.take(step, self._generations.secured)
         self._downloads += 1
         self._store.add("taken", 1)
         if self._rank == 0:
@@ -290,23 +322,31 @@ class Peers:
             self._store.set("done", [number, before == self._failed_in_all])
         return bool(self._await("done", number))
 
-    def _await(self, key: str, number: int) -> Any:
+    def _await(self, key: str, number: int, waits_for: str | None = None) -> Any:
         """Wait until rank 0 has written a value for the generation ``number`` under a key of the store, and
         return the value.
         """
-        for _ in self._looks():
-            if self._store.has(key) and (found := self._store.get(key))[0] == number:
+        for _ in self._looks(waits_for):
+            # Rank 0 does not wait for a rank that makes no copies any more, or has ended all generations.
+            if self._store.has(key) and (found := self._store.get(key))[0] >= number:
                 return found[1]
         raise AssertionError
 
-    def _looks(self) -> Iterator[None]:
-        """Yield when the caller should look into the store: now, and after pauses that get longer."""
-        delay = _FIRST_DELAY
+    def _looks(self, waits_for: str | None = None) -> Iterator[None]:
+        """Yield when the caller should look into the store: now, and after pauses that get longer. After
+        :data:`_LATE` seconds in which this rank has trained, tell the user what it ``waits_for``.
+        """
+        delay, late_at = _FIRST_DELAY, None
         while True:
             yield
             if self._closed.wait(delay):
                 raise _ClosedError
             delay = min(self._longest_delay, delay * 1.5)
+            if waits_for is not None and self._schedule.knows_pace():
+                late_at = late_at or monotonic() + _LATE
+                if monotonic() > late_at:
+                    self._say(f"no more periodic copies are made until {waits_for} ({_LATE:.0f} s so far)")
+                    waits_for = None
 
 
 class Partner:

@@ -65,13 +65,11 @@ class Generations:
         self._announced: int | None = None
         self._number = self._finished = -1 if secured is None else secured
         self._ended: int | None = None
-        self._steps_since = 0
-        self.are_announced = False
-        """True if rank 0 announces the step of each copy. Otherwise, all ranks compute the same steps."""
         self.are_compared = False
         """True while the ranks tell each other which copies they have."""
-        self.is_closed = self.is_off = False
-        """``is_off`` is true if this rank makes no copies of its state any more, because one has failed."""
+        self.is_closed = False
+        self.off = ""
+        """Why this rank makes no copies of its state any more; empty as long as it makes copies."""
 
     def announce(self, step: int) -> None:
         """Note that rank 0 has announced a copy of the state at the end of ``step``. If this rank has ended
@@ -79,31 +77,23 @@ class Generations:
         """
         with self._changed:
             self._announced = step
-            if self.is_off or (self._ended is not None and self._ended >= step):
+            if self.off or (self._ended is not None and self._ended >= step):
                 self._copied = None
                 self._finish(step)
 
-    def turn_off(self) -> None:
+    def turn_off(self, reason: str) -> None:
         """Note that this rank makes no copies any more, so that the other ranks do not wait for its next."""
         with self._changed:
-            self.is_off = True
+            self.off = reason
             newest = max(self._number, self._announced or 0)
             if self._finished < newest:
                 self._copied = None
                 self._finish(newest)
 
     def end_step(self, step: int) -> None:
-        """Note that this rank has ended a step.
-
-        If the ranks do not compare their copies, because the program restores none, the newest copy counts as
-        secured at the end of the second step after it: each rank waits for its own copy in the first of the
-        two steps, and in the second for all ranks. That would be wrong if a rank had failed to make its copy.
-        """
+        """Note that this rank has ended a step."""
         with self._changed:
             self._ended = step
-            self._steps_since += 1
-            if self._steps_since >= 2 and self._copied is not None and not self.are_announced:
-                self.secured = self._copied
 
     def is_due(self, before: int, step: int) -> bool:
         """Return whether to copy the state at the end of ``step``. That is so if rank 0 has announced a copy
@@ -121,7 +111,7 @@ class Generations:
         the generation (the copies of all ranks of one step), and is larger than that of any earlier one.
         """
         with self._changed:
-            self._copied, self._number, self._steps_since = step, number, 0
+            self._copied, self._number = step, number
 
     def begin_first(self, step: int | None) -> None:
         """Begin the first generation, number 0, unless all ranks have restored a step. It has the copies of
@@ -129,7 +119,7 @@ class Generations:
         """
         with self._changed:
             if self._number < 0:
-                self._copied, self._number, self._steps_since = step, 0, 0
+                self._copied, self._number = step, 0
                 if step is None:
                     self._finish(0)
 
@@ -207,8 +197,8 @@ class Schedule:
         self._words, self._places, self._rank = words, places or (), rank
         self._every, self._mode = every, mode
         self._peers: list[KeepFile] | None = None
-        self.generations = Generations(None) if places is None else None
-        """The periodic copies of the ranks of several nodes; ``None`` if all ranks are on one node."""
+        self.generations: Generations | None = None
+        """The periodic copies that the ranks of several nodes compare; ``None`` if they compare none."""
         self._equal_copies = 0
         """Number of the latest steps in a row of which all ranks, on several nodes, had equal copies."""
         self._count = 0
@@ -232,11 +222,10 @@ class Schedule:
         is_check = self._mode == Mode.AUTO and self._count == _CHECKED
         if self.generations is not None:
             self.generations.end_step(step)
-            if self.generations.are_announced:
-                if self._count == _CHECKED:
-                    self.generations.begin_first(step if is_check else None)
-                    self._announced = step if is_check else None
-                return self.generations.is_due(before, step) or is_check, is_check
+            if self._count == _CHECKED:
+                self.generations.begin_first(step if is_check else None)
+                self._announced = step if is_check else None
+            return self.generations.is_due(before, step) or is_check, is_check
         if self._every is not None:
             is_due = self._every > 0 and step // self._every > before // self._every
         elif self._leader() is None:
@@ -247,8 +236,6 @@ class Schedule:
         # rank died while it copied the first of the two, no step would be left that both ranks have copied.
         is_before_check = self._mode == Mode.AUTO and self._count == _CHECKED - 1
         self._has_copied = is_check or (is_due and not self._has_copied and not is_before_check)
-        if self._has_copied and self.generations is not None:
-            self.generations.begin_copy(step, step)
         return self._has_copied, is_check
 
     def _is_announced(self, before: int, step: int, is_idle: bool) -> bool:
@@ -271,13 +258,12 @@ class Schedule:
         """
         self.generations = made = Generations(secured)
         self._equal_copies = _EQUAL * self._words[Head.WAS_REPLICATED]
-        made.are_announced = True
         return made
 
-    def turn_off(self) -> None:
+    def turn_off(self, reason: str) -> None:
         """Note that this rank makes no copies any more, so that ranks of other nodes do not wait for one."""
         if self.generations is not None:
-            self.generations.turn_off()
+            self.generations.turn_off(reason)
 
     def note_equal(self, are_equal: bool) -> None:
         """Note whether all ranks, on several nodes, had equal copies of a step. Also write into this rank's
