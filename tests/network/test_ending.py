@@ -76,18 +76,6 @@ def test_every_agent_reports_the_error_of_the_worker_that_failed_first(
     job.assert_empty()
 
 
-def test_all_nodes_share_one_restart_budget(formed):
-    job, agents, workers = formed(2, max_restarts=2)
-    for count, agent in enumerate((agents[0], agents[1]), 1):
-        job.tell(on(agent, workers), FAIL)
-        workers = job.formed(*agents, restarts=count)
-    job.tell(on(agents[0], workers), FAIL)
-    assert job.ended() == [1, 1]
-    for agent in agents:
-        line_with(agent.launched.stderr, "max_restarts=2")
-    job.assert_empty()
-
-
 # --- success ---
 
 

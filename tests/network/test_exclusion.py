@@ -50,17 +50,6 @@ def test_a_spare_replaces_an_unfit_node_wherever_the_failure_was(with_spare, tmp
     job.finish((first, spare), again)
 
 
-def test_the_job_continues_without_an_unfit_node_if_there_is_no_spare(formed, tmp_path):
-    job, (first, second, unfit), workers = formed(3, *OPTIONS, "--restart-delay", "0.5s", nnodes="2:3")
-    (tmp_path / "node3.bad").touch()
-    job.tell(workers[1:2], FAIL)
-    again = job.formed(first, second)
-    assert job.ended(unfit) == [193], job.story("another exit code")
-    for agent in (first, second):
-        assert "(restart delay)" in agent.launched.stderr, job.story("no delay")
-    job.finish((first, second), again)
-
-
 def test_an_unfit_node_that_is_needed_stays_and_exits_with_code_193(formed, tmp_path):
     job, (first, second), workers = formed(2, *OPTIONS, max_restarts=1)
     (tmp_path / "node2.bad").touch()
@@ -69,18 +58,6 @@ def test_an_unfit_node_that_is_needed_stays_and_exits_with_code_193(formed, tmp_
     assert job.ended() == [1, 193], job.story("other exit codes")
     for text in texts(job):
         assert text.count(f"node2 {KEPT} (without it, fewer than 2 nodes") == 1, job.story("not said once")
-
-
-def test_no_node_is_excluded_if_most_nodes_are_unfit(formed, tmp_path):
-    job, agents, workers = formed(3, *OPTIONS, nnodes="1:3")
-    for name in ("node2", "node3"):
-        (tmp_path / f"{name}.bad").touch()
-    job.tell(workers[1:2], FAIL)
-    again = job.formed(*agents)
-    for text in texts(job):
-        assert text.count("2 of 3 nodes") == 1, job.story("not said once")
-        assert EXCLUDED not in text
-    job.finish(agents, again)
 
 
 @pytest.mark.parametrize("succeeds", [True, False])
@@ -111,29 +88,6 @@ def test_no_more_nodes_are_excluded_than_allowed(formed, tmp_path):
     job.finish(agents[:2], workers)
 
 
-def test_a_hanging_check_excludes_no_node_and_long_check_output_is_shortened(hosts, multinode, tmp_path):
-    machines = hosts(3)
-    job = multinode(machines[0], "2:3", "--exit-codes", "verdict", "--node-check-timeout", "20")
-    hangs = "sh -c 'test ! -e node2.bad || exec sleep 600'"
-    prints = "sh -c 'test ! -e node3.bad || { yes | head -c 100000000; echo last; exit 3; }'"
-    agents = [
-        job.start(machine, options=("--node-check", check, *more))[0]
-        for machine, check, more in zip(
-            machines, ("true", hangs, prints), ((), ("--node-check-timeout", "1"), ()), strict=True
-        )
-    ]
-    workers = job.formed(*agents)
-    for name in ("node2.bad", "node3.bad"):
-        (tmp_path / name).touch()
-    job.tell(workers[:1], FAIL)
-    again = job.formed(*agents[:2])
-    assert job.ended(agents[2]) == [193], job.story("another exit code")
-    assert "within 1 s" in agents[1].launched.stderr
-    assert "node check: last" in agents[2].launched.stderr
-    assert len(agents[2].launched.stderr) < 20_000
-    job.finish(agents[:2], again)
-
-
 def test_a_node_that_alone_lacks_a_module_is_excluded_after_two_failures(hosts, multinode, worker_script):
     script = """
         import os, signal
@@ -151,23 +105,6 @@ def test_a_node_that_alone_lacks_a_module_is_excluded_after_two_failures(hosts, 
         assert "ModuleNotFoundError at worker.py" in text, job.story("no reason")
         assert text.count(KEPT) == 1, job.story("not said once")
     job.assert_empty()
-
-
-@pytest.mark.parametrize("max_restarts", [1, 3])
-def test_a_node_that_alone_lacks_a_module_and_has_to_stay_exits_with_193(
-    hosts, multinode, worker_script, max_restarts
-):
-    script = """
-        import os, signal
-        if os.uname().nodename == "node2":
-            import there_is_no_such_module
-        signal.pause()
-    """
-    machines = hosts(2)
-    options = ("--exit-codes", "verdict", "--max-restarts", str(max_restarts))
-    job = multinode(machines[0], "2", *options, script=worker_script(script))
-    job.start(*machines)
-    assert job.ended() == [1, 193], job.story("other exit codes")
 
 
 def test_a_node_that_alone_cannot_run_the_program_is_excluded_after_two_tries(hosts, multinode, tmp_path):

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 from helpers.nodes import PORT, WORKERS
-from helpers.procs import HANG, wait_until
+from helpers.procs import wait_until
 from helpers.relay import relay_on
 
 pytestmark = [pytest.mark.privileged, pytest.mark.timeout(150)]
@@ -202,21 +202,6 @@ def test_nodes_get_their_given_ranks_and_the_address_of_rank_0(hosts, multinode,
     workers = job.formed(*agents)
     assert hosts_by_rank(workers) == ["node2", "node3", "node1"]
     assert {(each.master, each.port) for each in workers} == {(second.address, "29400")}
-    job.finish(agents, workers)
-
-
-@pytest.mark.beyond_torchrun
-def test_a_disconnected_host_rejoins_with_its_rank(hosts, multinode):
-    first, second, third = hosts(3)
-    job = multinode(first, "3", conf=QUICK)
-    agents = [start(job, host, rank) for host, rank in ((first, 0), (third, 1), (second, 2))]
-    job.formed(*agents)
-    third.link_down()
-    job.line(agents[0], "stopping .*round 1", HANG)
-    third.link_up()
-    workers = job.formed(*agents, timeout=60)
-    assert hosts_by_rank(workers) == ["node1", "node3", "node2"]
-    assert {(each.restart, each.round) for each in workers} == {(0, "2")}
     job.finish(agents, workers)
 
 

@@ -72,17 +72,6 @@ def test_a_killed_program_closes_its_connections_but_a_dead_host_does_not(hosts)
         assert server.tell("peek 0.3") == "NOTHING"
 
 
-def test_a_host_kills_only_its_own_processes(hosts):
-    first, second = hosts(2)
-    with serving(first) as server:
-        with pytest.raises(AssertionError, match="does not run on node2"):
-            second.kill(server.pid)
-        assert [each.pid for each in first.processes()] == [server.pid]
-        assert second.processes() == []
-        with connecting(second, first.address, peer=server) as client:
-            assert [each.pid for each in second.processes()] == [client.pid]
-
-
 def test_two_hosts_can_be_separated_without_affecting_a_third(network):
     net = network(3)
     first, second, third = net.hosts

@@ -21,13 +21,6 @@ def test_a_killed_worker_restarts_all_nodes_together(formed):
     job.finish(agents, again)
 
 
-def test_simultaneous_failures_on_all_nodes_cost_one_restart(formed):
-    job, agents, workers = formed(3)
-    job.tell(workers, FAIL)
-    again = job.formed(*agents, restarts=1)
-    job.finish(agents, again)
-
-
 def test_a_new_node_takes_the_ranks_of_a_lost_node(hosts, network, multinode):
     net = network(3)
     first, second, third = net.hosts
@@ -71,14 +64,6 @@ def test_a_job_grows_and_shrinks_without_charging_a_restart(hosts, multinode, ho
     again = job.formed(*agents[:2], restarts=0)
     job.assert_empty(third)
     job.finish(agents[:2], again)
-
-
-def test_a_finished_node_waits_for_the_others(formed):
-    job, agents, workers = formed(2)
-    job.tell(workers[1:], SUCCEED)
-    procs.assert_gone(pids(workers[1:]))
-    assert procs.process(workers[0].pid) is not None
-    job.finish(agents, workers[:1])
 
 
 def test_a_failure_also_restarts_a_node_that_has_finished(formed):

@@ -97,14 +97,6 @@ def test_a_disconnected_store_host_stops_the_workers_until_it_returns(apart):
     job.finish(agents, again)
 
 
-def test_a_job_continues_if_agents_can_reach_only_the_store(apart):
-    job, machines, net = apart
-    agents = job.start(*machines)
-    workers = job.formed(*agents)
-    net.separate(*machines)
-    job.finish(agents, workers)
-
-
 @pytest.mark.parametrize("befalls", ["program killed", "host dead"])
 def test_all_agents_end_and_name_the_store_when_it_is_lost(hosts, multinode, befalls):
     *machines, store_host = hosts(4)
@@ -145,18 +137,6 @@ def test_all_agents_fail_and_name_a_store_killed_at_a_random_moment(hosts, multi
         assert job.endpoint in agent.launched.stderr, job.story("no host:port")
         assert "Traceback" not in agent.launched.stderr, job.story("a traceback")
     job.assert_empty(*machines)
-
-
-@pytest.mark.slow
-def test_a_job_restarts_over_a_bad_network_to_the_store(hosts, multinode, impair):
-    *machines, store_host = hosts(3)
-    impair(store_host, seed=1, delay=0.05, jitter=0.01, loss=0.05, duplicate=0.02)
-    with store_on(store_host):
-        job = multinode(store_host, "2")
-        agents = job.start(*machines)
-        job.tell(job.formed(*agents, timeout=60)[-1:], FAIL)
-        again = job.formed(*agents, timeout=60, restarts=1)
-        job.finish(agents, again, timeout=60)
 
 
 @pytest.mark.parametrize("how", [SUCCEED, FAIL], ids=["succeeded", "failed"])
