@@ -82,16 +82,6 @@ def end(*agents):
     return [each.wait() for each in agents]
 
 
-def test_elasticrs_adds_a_node_that_joins_late(agent):
-    first = agent("elasticrs", "127.0.0.1")
-    first.wait_for_line(UP)
-    second = agent("elasticrs", "127.0.0.2")
-    ups = [first.wait_for_lines(UP, 2)[1], second.wait_for_line(UP)]
-    assert sorted(up[1] for up in ups) == ["0", "1"]
-    assert {(up[2], up[3], up[4]) for up in ups} == {("2", ups[0][3], ups[0][4])}
-    end(second, first)
-
-
 def test_torchrun_fails_the_job_if_a_node_joins_late(agent):
     first = agent("torchrun", "127.0.0.1")
     first.wait_for_line(UP)
@@ -167,13 +157,6 @@ def test_workers_do_not_outlive_a_killed_agent_that_has_not_loaded_torch(start, 
             assert procs.process(pid) is None
         else:
             assert procs.process(pid).state != "Z"
-
-
-def test_elasticrs_handles_a_signal_while_waiting_for_nodes(agent):
-    first = agent("elasticrs", "127.0.0.1", nodes="2")
-    first.wait_for_line("1 of at least 2", "stderr")
-    first.signal(signal.SIGTERM)
-    assert first.wait() == 1
 
 
 def test_torchrun_does_not_handle_a_signal_while_waiting_for_nodes(agent, monkeypatch):

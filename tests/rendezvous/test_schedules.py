@@ -12,7 +12,6 @@ import pytest
 from hypothesis import strategies as st
 
 from rendezvous import schedules, soak
-from rendezvous.checks import ViolationError
 from rendezvous.rules_off import RULES, UNFIT, rule_off
 
 IS_THOROUGH = os.environ.get("ELASTICRS_HYPOTHESIS_PROFILE") == "thorough"
@@ -112,20 +111,3 @@ def test_the_checker_detects_that_a_rule_is_disabled(name):
             except schedules.ScheduleError:
                 return
     pytest.fail(f"{name}: not seen in {RULE_LIMIT} schedules")
-
-
-def breaks_a_rule(numbers):
-    try:
-        schedules.play_choices(numbers)
-    except ViolationError:
-        return True
-    return False
-
-
-def test_hypothesis_shrinks_a_failing_schedule():
-    settings = hypothesis.settings(max_examples=500, database=None, deadline=None, derandomize=True)
-    with rule_off("a_lent_port_is_another_program_s"):
-        smallest = hypothesis.find(choices, breaks_a_rule, settings=settings)
-        assert breaks_a_rule(smallest)
-    assert not breaks_a_rule(smallest)
-    assert len(smallest) < 100
