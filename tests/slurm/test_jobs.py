@@ -93,33 +93,12 @@ def test_a_step_may_use_fewer_nodes_than_its_slurm_job(submit):
     job.exits(0)
 
 
-def test_two_jobs_on_the_same_nodes_do_not_interfere(submit, launch, tmp_path):
-    slurm, first = submit(2, "srun", "-N2", "elasticrun", RANKS)
-    second = launch(argv=slurm.prefix("srun", "-N2", "elasticrun", RANKS), env=slurm.env, cwd=tmp_path)
-    found = [workers(job, 2) for job in (first, second)]
-    assert [{each.host for each in its} for its in found] == [{"node2", "node3"}] * 2
-    runs = [{each.run for each in its} for its in found]
-    # Either job may have the first number, because Slurm may receive the second one first.
-    assert {"1.0"} in runs
-    assert {"2.0"} in runs
-    for job, its in zip((first, second), found, strict=True):
-        succeed(its)
-        job.exits(0)
-
-
 def test_components_of_a_heterogeneous_job_form_one_elasticrun_job(submit):
     _, job = submit(2, "srun", "-N1", "elasticrun", RANKS, ":", "-N1", "elasticrun", RANKS)
     found = workers(job, 2)
     assert [(each.host, each.world) for each in found] == [("node2", 2), ("node3", 2)]
     succeed(found)
     job.exits(0)
-
-
-def test_several_tasks_on_a_node_are_a_usage_error(submit):
-    _, job = submit(2, "srun", "-N2", "--ntasks-per-node=2", "elasticrun", RANKS)
-    job.exits(2)
-    assert job.stderr.count("SLURM_STEP_TASKS_PER_NODE=2(x2)") == 4
-    assert "--ntasks-per-node=1" in job.stderr
 
 
 @pytest.mark.parametrize("options", [(), ("--standalone",)])
