@@ -60,262 +60,162 @@ FAILURE = [FailureSeen(1), WorkerExited(1, -9), WorkerExited(0, -15), GroupEnded
 AGAIN = [RendezvousCompleted(), Started()]
 
 
-def test_a_job_whose_workers_exit_0_succeeds():
-    state, actions = play(UP + SUCCESS)
-    assert state.phase is Phase.SUCCEEDED
-    assert actions == [Rendezvous(1), Start(1, 0), Exit(0)]
+REPLACED = [WorkerExited(1, -9), WorkerSwept(1), WorkerReplaced(1)]
+STOP = Stop(SIGTERM, GRACE, is_announced=True)
+CONFLICT = [FailureSeen(0), GroupEnded("failed", port_conflict=True)]
+STARTING = [Begin(), RendezvousCompleted()]
+NOW = SignalReceived(SIGTERM, now=True)
+SLOW = RestartSettings(9, first_delay=4.0, longest_delay=60.0)
+REPLACES = {"replaces": True}
+MET = (7, 7, 7)
+REPLACED_0 = [WorkerSwept(0), WorkerReplaced(0)]
 
 
-def test_a_failure_within_the_restart_budget_restarts_the_job():
-    state, actions = play(UP + FAILURE + AGAIN + SUCCESS)
-    assert state.phase is Phase.SUCCEEDED
-    assert actions[2:] == [
-        AnnounceRestart(0),
-        Rendezvous(2),
-        Start(2, 1),
-        Exit(0),
-    ]
+def fails_again(met):
+    """Return the events of a failure after another worker has been replaced."""
+    return [*UP, WorkerExited(0, -9, MET), *REPLACED_0, WorkerExited(2, 1, met), WorkerSwept(2)]
 
 
-def test_a_failure_beyond_the_restart_budget_fails_the_job():
-    state, actions = play(UP + FAILURE + AGAIN + FAILURE)
-    assert state.phase is Phase.FAILED
-    assert actions[-2:] == [ReportFailure(), Exit(1)]
+COURSES = {
+    "workers exit with 0": (
+        [*UP, *SUCCESS], {}, Phase.SUCCEEDED, 0, [Rendezvous(1), Start(1, 0), Exit(0)]),
+    "a failure within the budget": (
+        [*UP, *FAILURE, *AGAIN, *SUCCESS], {}, Phase.SUCCEEDED, 1,
+        [Start(1, 0), AnnounceRestart(0), Rendezvous(2), Start(2, 1), Exit(0)]),
+    "a failure beyond the budget": (
+        [*UP, *FAILURE, *AGAIN, *FAILURE], {}, Phase.FAILED, 1, [Start(2, 1), ReportFailure(), Exit(1)]),
+    "the nursery is lost": (
+        [*UP, GroupEnded("lost")], {}, Phase.RENDEZVOUS, 1, [AnnounceRestart(0), Rendezvous(2)]),
+    "the nursery is lost during the start": (
+        [*STARTING, GroupEnded("lost")], {}, Phase.RENDEZVOUS, 1, [AnnounceRestart(0), Rendezvous(2)]),
+    "a port conflict": (
+        [*UP, *CONFLICT], {"max_restarts": 0}, Phase.RENDEZVOUS, 0,
+        [AnnounceRestart(0, charged=False), Rendezvous(2)]),
+    "too many port conflicts": (
+        UP + (CONFLICT + AGAIN) * (MAX_PORT_RETRIES + 1), {"max_restarts": 0}, Phase.FAILED, 0,
+        [ReportFailure(), Exit(1)]),
+    "the membership changes": (
+        [*UP, MembershipChanged(), GroupEnded("stopped"), *AGAIN, *SUCCESS], {"max_restarts": 0},
+        Phase.SUCCEEDED, 0,
+        [STOP.replaced(is_planned=True), Rendezvous(2), Start(2, 0), Exit(0)]),
+    "workers succeed before the membership changes": (
+        [*UP, MembershipChanged(), GroupEnded("succeeded")], {}, Phase.SUCCEEDED, 0, [Exit(0)]),
+    "workers fail before the membership changes": (
+        [*UP, MembershipChanged(), GroupEnded("failed")], {}, Phase.RENDEZVOUS, 1, [Rendezvous(2)]),
+    "the rendezvous fails while workers run": (
+        [*UP, RendezvousFailed("why"), GroupEnded("stopped")], {"max_restarts": 9}, Phase.FAILED, 0,
+        [STOP, ReportFailure("why", is_outside=True), Exit(1)]),
+    "the node is not needed": (
+        [Begin(), NotNeeded()], {}, Phase.SUCCEEDED, 0, [Rendezvous(1), Exit(0)]),
+    "the node is no longer needed": (
+        [*UP, NotNeeded(), WorkerExited(0, -SIGTERM), GroupEnded("stopped")], {}, Phase.SUCCEEDED, 0,
+        [STOP, Exit(0)]),
+    "a signal": (
+        [*UP, SignalReceived(SIGINT)], {}, Phase.STOPPING, 0,
+        [Start(1, 0), Stop(SIGINT, GRACE, is_planned=True)]),
+    "a signal after a failure, for which no rank waits": (
+        [*UP, FailureSeen(0), SignalReceived(SIGINT)], {}, Phase.STOPPING, 0, [Stop(SIGINT, GRACE)]),
+    "a second signal": (
+        [*UP, SignalReceived(SIGTERM), SignalReceived(SIGINT), GroupEnded("stopped")], {}, Phase.STOPPED, 0,
+        [Stop(SIGTERM, GRACE, is_planned=True), Stop(SIGKILL, 0.0), Exit(1)]),
+    "stop now": ([*UP, NOW], {}, Phase.STOPPING, 0, [Start(1, 0), Stop(SIGKILL, 0.0)]),
+    "stop now after a signal": (
+        [*UP, SignalReceived(SIGTERM), NOW], {}, Phase.STOPPING, 0,
+        [Stop(SIGTERM, GRACE, is_planned=True), Stop(SIGKILL, 0.0)]),
+    "a signal before all": ([SignalReceived(SIGTERM)], {}, Phase.STOPPED, 0, [Exit(1)]),
+    "a signal in the rendezvous": (
+        [Begin(), SignalReceived(SIGTERM)], {}, Phase.STOPPED, 0, [Rendezvous(1), Exit(1)]),
+    "a signal during the start": (
+        [*STARTING, SignalReceived(SIGTERM)], {}, Phase.STOPPING, 0, [Start(1, 0), Stop(SIGTERM, GRACE)]),
+    "a signal during a start that fails": (
+        [*STARTING, SignalReceived(SIGTERM), StartFailed("no", transient=True)], {}, Phase.STOPPED, 0,
+        [Stop(SIGTERM, GRACE), Exit(1)]),
+    "workers end after a signal during the start": (
+        [*STARTING, SignalReceived(SIGTERM), GroupEnded("stopped")], {}, Phase.STOPPED, 0,
+        [Stop(SIGTERM, GRACE), Exit(1)]),
+    "a signal after a failure prevents the restart": (
+        [*UP, FailureSeen(0), SignalReceived(SIGTERM), GroupEnded("failed")], {}, Phase.STOPPED, 0,
+        [Stop(SIGTERM, GRACE), Exit(1)]),
+    "a program that cannot be executed": (
+        [*STARTING, StartFailed("no")], {"max_restarts": 5}, Phase.FAILED, 0,
+        [ReportFailure("no", Verdict.PERMANENT), Exit(1)]),
+    "a transient failure of the start": (
+        [*STARTING, StartFailed("no", transient=True)], {}, Phase.RENDEZVOUS, 1, [Rendezvous(2)]),
+    "a group succeeds with a failed worker": (
+        [*UP, WorkerExited(0, None), GroupEnded("succeeded")], {"max_restarts": 0}, Phase.FAILED, 0,
+        [ReportFailure(), Exit(1)]),
+    "a delay": (
+        [*UP, *FAILURE, RendezvousCompleted(), DelayOver(), DelayOver()], {"policy": SLOW},
+        Phase.RENDEZVOUS, 1, [AnnounceRestart(8, delay=4.0), Delay(4.0), Rendezvous(2)]),
+    "a signal during a delay": (
+        [*UP, *FAILURE, SignalReceived(SIGTERM), DelayOver()], {"policy": SLOW}, Phase.STOPPED, 1,
+        [Delay(4.0), Exit(1)]),
+    "a worker is replaced": (
+        [*UP, *REPLACED, *SUCCESS], REPLACES, Phase.SUCCEEDED, 1, [Start(1, 0), Replace(1, 1), Exit(0)]),
+    "workers that fail together are replaced": (
+        [*UP, WorkerExited(1, -9), WorkerExited(2, 1), WorkerSwept(2), WorkerSwept(1), WorkerReplaced(1),
+         WorkerReplaced(2)], REPLACES, Phase.RUNNING, 1, [Start(1, 0), Replace(2, 1), Replace(1, 1)]),
+    "a worker that was stopped as failed exits with 0": (
+        [*UP, WorkerExited(1, 0), WorkerSwept(1), WorkerReplaced(1)], REPLACES, Phase.RUNNING, 1,
+        [Start(1, 0), Replace(1, 1)]),
+    "a failure before workers meet again": (fails_again(MET), REPLACES, Phase.RUNNING, 1, [Replace(2, 1)]),
+    **{
+        f"a failure after workers met {met}": (
+            fails_again(met), {**REPLACES, "max_restarts": 2}, Phase.RUNNING, 2, [Replace(2, 2)])
+        for met in ((8, 8, 8), (None, 7, None), ())
+    },
+    "a replacement fails": (
+        [*UP, *2 * [WorkerExited(0, -9, MET), *REPLACED_0]], {**REPLACES, "max_restarts": 2},
+        Phase.RUNNING, 2, [Replace(0, 1), Replace(0, 2)]),
+    "a worker fails with no restart left": (
+        [*UP, *REPLACED, WorkerExited(0, 1)], REPLACES, Phase.STOPPING, 1, [Replace(1, 1), STOP]),
+    "its group ends": (
+        [*UP, *REPLACED, WorkerExited(0, 1), GroupEnded("stopped")], REPLACES, Phase.FAILED, 1,
+        [STOP, ReportFailure(), Exit(1)]),
+    "a worker cannot be replaced": (
+        [*UP, WorkerExited(1, -9), WorkerSwept(1), ReplaceFailed(1), GroupEnded("stopped")],
+        {**REPLACES, "max_restarts": 2}, Phase.RENDEZVOUS, 2, [STOP, AnnounceRestart(0), Rendezvous(2)]),
+}  # fmt: skip
+"""Name: events, how they are played, phase and restarts in the end, and the last actions."""
+
+
+@pytest.mark.parametrize("name", COURSES)
+def test_events_lead_to_a_phase_a_number_of_restarts_and_actions(name):
+    events, how, phase, restarts, last = COURSES[name]
+    state, actions = play(events, **how)
+    assert (state.phase, state.restarts, actions[-len(last) :]) == (phase, restarts, last)
+
+
+def test_the_signal_of_a_request_to_stop_now_is_kept():
+    assert play([*UP, NOW])[0].signum == SIGTERM
 
 
 PERMANENT = Evidence((Cause(permanence="non_retryable", permanent_rank=3, permanent_sign="BadConfig"),))
-
-
-def test_a_permanent_failure_fails_the_job_despite_unused_restarts():
-    state, actions = play([*UP, FailureSeen(1), GroupEnded("failed", evidence=PERMANENT)], max_restarts=9)
-    assert (state.phase, state.restarts) == (Phase.FAILED, 0)
-    (report,) = [action for action in actions if isinstance(action, ReportFailure)]
-    assert report.verdict is Verdict.PERMANENT
-    assert "rank 3" in report.message
-
-
-@pytest.mark.parametrize("replacing", [[], [WorkerExited(0, 1)]], ids=["charged", "shares a charge"])
-def test_a_permanent_failure_fails_the_job_even_if_workers_are_replaceable(replacing):
-    failure = WorkerExited(1, 1, evidence=PERMANENT)
-    state, actions = play([*UP, *replacing, failure], max_restarts=9, replaces=True)
-    assert (state.phase, actions[-1]) == (Phase.STOPPING, Stop(SIGTERM, GRACE, is_announced=True))
-    state, actions = step(state, GroupEnded("stopped"))
-    (report,) = [action for action in actions if isinstance(action, ReportFailure)]
-    assert (state.phase, report.verdict) == (Phase.FAILED, Verdict.PERMANENT)
-
-
-class TestRestartDelay:
-    SLOW = RestartSettings(9, first_delay=4.0, longest_delay=60.0)
-
-    def test_the_next_attempt_starts_after_the_delay(self):
-        state, actions = play([*UP, *FAILURE], policy=self.SLOW)
-        assert actions[-2:] == [AnnounceRestart(8, delay=4.0), Delay(4.0)]
-        state, actions = step(state, RendezvousCompleted())
-        assert actions == []
-        state, actions = step(state, DelayOver())
-        assert actions == [Rendezvous(2)]
-        _, actions = step(state, DelayOver())
-        assert actions == []
-
-    def test_a_signal_during_the_delay_stops_the_job(self):
-        state, actions = play([*UP, *FAILURE, SignalReceived(SIGTERM), DelayOver()], policy=self.SLOW)
-        assert (state.phase, actions[-1]) == (Phase.STOPPED, Exit(1))
-
-
-def test_the_loss_of_the_nursery_process_uses_one_restart():
-    state, actions = play([*UP, GroupEnded("lost")])
-    assert state.restarts == 1
-    assert Rendezvous(2) in actions
-
-
-def test_workers_that_survive_sigkill_fail_the_job_despite_unused_restarts():
-    state, actions = play([*UP, FailureSeen(0), GroupEnded("failed", stuck_ranks=(0, 2))], max_restarts=9)
-    assert state.phase is Phase.FAILED
-    (report,) = [action for action in actions if isinstance(action, ReportFailure)]
-    assert report.verdict is Verdict.UNFIT
-    assert re.search(r"SIGKILL .*local rank\(s\) 0, 2; ", report.message)
-
-
-def test_workers_that_hang_in_the_kernel_fail_the_job_despite_unused_restarts():
-    state, actions = play([*UP, GroupEnded("stopped", unfit="asleep")], max_restarts=9)
-    assert state.phase is Phase.FAILED
-    (message,) = [action.message for action in actions if isinstance(action, ReportFailure)]
-    assert message.startswith("asleep; ")
-
-
-def test_a_port_conflict_uses_no_restart():
-    state, actions = play([*UP, FailureSeen(0), GroupEnded("failed", port_conflict=True)], max_restarts=0)
-    assert state.phase is Phase.RENDEZVOUS
-    assert (state.restarts, state.round) == (0, 2)
-    assert actions[-2:] == [AnnounceRestart(0, charged=False), Rendezvous(2)]
-
-
-def test_too_many_port_conflicts_fail_the_job():
-    conflict = [FailureSeen(0), GroupEnded("failed", port_conflict=True)]
-    state, _ = play(UP + (conflict + AGAIN) * (MAX_PORT_RETRIES + 1), max_restarts=0)
-    assert state.phase is Phase.FAILED
-
-
-def test_a_change_of_membership_starts_the_workers_again_without_a_charge():
-    state, actions = play([*UP, MembershipChanged(), GroupEnded("stopped"), *AGAIN, *SUCCESS], max_restarts=0)
-    assert (state.phase, state.restarts) == (Phase.SUCCEEDED, 0)
-    stop = Stop(SIGTERM, GRACE, is_announced=True, is_planned=True)
-    assert actions[2:] == [stop, Rendezvous(2), Start(2, 0), Exit(0)]
+LAST = WorkerExited(1, 1, evidence=PERMANENT)
 
 
 @pytest.mark.parametrize(
-    ("ended", "phase", "restarts"),
-    [(GroupEnded("succeeded"), Phase.SUCCEEDED, 0), (GroupEnded("failed"), Phase.RENDEZVOUS, 1)],
+    ("events", "how", "verdict", "message"),
+    [
+        ([FailureSeen(1), GroupEnded("failed", evidence=PERMANENT)], {}, Verdict.PERMANENT, "rank 3"),
+        ([LAST, GroupEnded("stopped")], REPLACES, Verdict.PERMANENT, ""),
+        ([WorkerExited(0, 1), LAST, GroupEnded("stopped")], REPLACES, Verdict.PERMANENT, ""),
+        (
+            [FailureSeen(0), GroupEnded("failed", stuck_ranks=(0, 2))],
+            *({}, Verdict.UNFIT, r"SIGKILL .*local rank\(s\) 0, 2; "),
+        ),
+        ([GroupEnded("stopped", unfit="asleep")], {}, Verdict.UNFIT, "^asleep; "),
+        (
+            [WorkerExited(1, -9), WorkerSwept(1, is_stuck=True), GroupEnded("stopped", unfit="stuck")],
+            *(REPLACES, Verdict.UNFIT, "^stuck; "),
+        ),
+    ],
 )
-def test_workers_that_ended_before_a_change_of_membership_are_judged_as_usual(ended, phase, restarts):
-    state, _ = play([*UP, MembershipChanged(), ended])
-    assert (state.phase, state.restarts) == (phase, restarts)
-
-
-def test_a_rendezvous_that_fails_while_workers_run_stops_them_first():
-    state, actions = play([*UP, RendezvousFailed("why"), GroupEnded("stopped")], max_restarts=9)
-    assert state.phase is Phase.FAILED
-    assert actions[-3:] == [
-        Stop(SIGTERM, GRACE, is_announced=True),
-        ReportFailure("why", is_outside=True),
-        Exit(1),
-    ]
-
-
-def test_a_node_that_is_not_needed_succeeds_without_workers():
-    state, actions = play([Begin(), NotNeeded()])
-    assert (state.phase, actions[-1]) == (Phase.SUCCEEDED, Exit(0))
-
-
-def test_a_node_that_is_no_longer_needed_stops_its_workers_and_succeeds():
-    state, actions = play([*UP, NotNeeded(), WorkerExited(0, -SIGTERM), GroupEnded("stopped")])
-    assert state.phase is Phase.SUCCEEDED
-    assert actions[-2:] == [Stop(SIGTERM, GRACE, is_announced=True), Exit(0)]
-
-
-def test_the_first_signal_is_forwarded_with_the_grace_period():
-    state, actions = play([*UP, SignalReceived(SIGINT)])
-    assert state.phase is Phase.STOPPING
-    assert actions[-1] == Stop(SIGINT, GRACE, is_planned=True)
-    # After a failure, nobody waits for a common step.
-    _, actions = play([*UP, FailureSeen(0), SignalReceived(SIGINT)])
-    assert actions[-1] == Stop(SIGINT, GRACE)
-
-
-def test_the_second_signal_kills_the_workers():
-    state, actions = play([*UP, SignalReceived(SIGTERM), SignalReceived(SIGINT), GroupEnded("stopped")])
-    assert state.phase is Phase.STOPPED
-    assert actions[-2:] == [Stop(SIGKILL, 0.0), Exit(1)]
-
-
-def test_a_request_to_stop_now_kills_the_workers_without_a_grace_period():
-    now = SignalReceived(SIGTERM, now=True)
-    state, actions = play([*UP, now])
-    assert (state.phase, state.signum, actions[-1]) == (Phase.STOPPING, SIGTERM, Stop(SIGKILL, 0.0))
-    assert Stop(SIGTERM, GRACE, is_planned=True) not in actions
-    _, actions = play([*UP, SignalReceived(SIGTERM), now])
-    assert actions[-2:] == [Stop(SIGTERM, GRACE, is_planned=True), Stop(SIGKILL, 0.0)]
-
-
-@pytest.mark.parametrize("before", [[], [Begin()]])
-def test_a_signal_before_workers_exist_stops_the_agent_immediately(before):
-    state, actions = play([*before, SignalReceived(SIGTERM)])
-    assert state.phase is Phase.STOPPED
-    assert actions[-1] == Exit(1)
-
-
-@pytest.mark.parametrize("answer", [StartFailed("no", transient=True), GroupEnded("stopped")])
-def test_a_signal_during_the_start_stops_the_workers(answer):
-    starting = [Begin(), RendezvousCompleted(), SignalReceived(SIGTERM)]
-    state, actions = play(starting)
-    assert (state.phase, actions[-1]) == (Phase.STOPPING, Stop(SIGTERM, GRACE))
-    state, actions = play([*starting, answer])
-    assert (state.phase, actions[-1]) == (Phase.STOPPED, Exit(1))
-
-
-def test_a_nursery_process_lost_during_the_start_uses_a_restart():
-    state, _ = play([Begin(), RendezvousCompleted(), GroupEnded("lost")])
-    assert (state.phase, state.restarts) == (Phase.RENDEZVOUS, 1)
-
-
-def test_a_signal_after_a_worker_failure_prevents_the_restart():
-    state, actions = play([*UP, FailureSeen(0), SignalReceived(SIGTERM), GroupEnded("failed")])
-    assert state.phase is Phase.STOPPED
-    assert actions[-1] == Exit(1)
-
-
-def test_a_program_that_cannot_be_executed_is_not_retried():
-    state, actions = play([Begin(), RendezvousCompleted(), StartFailed("no")], max_restarts=5)
-    assert state.phase is Phase.FAILED
-    assert actions[-2:] == [ReportFailure("no", Verdict.PERMANENT), Exit(1)]
-
-
-def test_a_transient_start_failure_is_retried():
-    state, _ = play([Begin(), RendezvousCompleted(), StartFailed("no", transient=True)], max_restarts=1)
-    assert (state.phase, state.restarts) == (Phase.RENDEZVOUS, 1)
-
-
-def test_a_successful_group_with_a_failed_worker_fails_the_job():
-    state, _ = play([*UP, WorkerExited(0, None), GroupEnded("succeeded")], max_restarts=0)
-    assert state.phase is Phase.FAILED
-
-
-REPLACED = [WorkerExited(1, -9), WorkerSwept(1), WorkerReplaced(1)]
-
-
-def test_a_worker_is_replaced_after_its_processes_are_cleaned_up():
-    state, actions = play([*UP, *REPLACED, *SUCCESS], replaces=True)
-    assert (state.phase, state.restarts) == (Phase.SUCCEEDED, 1)
-    assert actions[2:] == [Replace(1, 1), Exit(0)]
-
-
-def test_workers_that_fail_together_use_one_restart():
-    both = [WorkerExited(1, -9), WorkerExited(2, 1), WorkerSwept(2), WorkerSwept(1)]
-    state, actions = play([*UP, *both, WorkerReplaced(1), WorkerReplaced(2)], replaces=True)
-    assert (state.phase, state.restarts, state.replacing) == (Phase.RUNNING, 1, frozenset())
-    assert actions[-2:] == [Replace(2, 1), Replace(1, 1)]
-
-
-MET = (7, 7, 7)
-
-
-@pytest.mark.parametrize(("met", "used"), [(MET, 1), ((8, 8, 8), 2), ((None, 7, None), 2), ((), 2)], ids=str)
-def test_a_failure_before_workers_rendezvous_again_uses_no_further_restart(met, used):
-    first = [WorkerExited(0, -9, MET), WorkerSwept(0), WorkerReplaced(0)]
-    _, actions = play([*UP, *first, WorkerExited(2, 1, met), WorkerSwept(2)], 2, replaces=True)
-    assert actions[-1] == Replace(2, used)
-
-
-def test_a_replacement_worker_that_fails_uses_another_restart():
-    twice = 2 * [WorkerExited(0, -9, MET), WorkerSwept(0), WorkerReplaced(0)]
-    state, _ = play([*UP, *twice], 2, replaces=True)
-    assert state.restarts == 2
-
-
-def test_a_worker_failure_without_restarts_left_fails_the_job():
-    state, actions = play([*UP, *REPLACED, WorkerExited(0, 1)], replaces=True)
-    assert (state.phase, actions[-1]) == (Phase.STOPPING, Stop(SIGTERM, GRACE, is_announced=True))
-    state, actions = step(state, GroupEnded("stopped"))
-    assert (state.phase, actions[-1]) == (Phase.FAILED, Exit(1))
-
-
-def test_a_failed_replacement_restarts_all_workers():
-    failed = [WorkerExited(1, -9), WorkerSwept(1), ReplaceFailed(1), GroupEnded("stopped")]
-    state, actions = play([*UP, *failed], max_restarts=2, replaces=True)
-    assert (state.phase, state.restarts) == (Phase.RENDEZVOUS, 2)
-    assert actions[-2:] == [AnnounceRestart(0), Rendezvous(2)]
-
-
-def test_a_worker_stopped_as_failed_is_replaced_even_if_it_exits_with_0():
-    state, actions = play([*UP, WorkerExited(1, 0), WorkerSwept(1), WorkerReplaced(1)], replaces=True)
-    assert (state.phase, state.restarts) == (Phase.RUNNING, 1)
-    assert actions[-1:] == [Replace(1, 1)]
-
-
-def test_a_worker_with_a_stuck_process_is_not_replaced():
-    stuck = [WorkerExited(1, -9), WorkerSwept(1, is_stuck=True), GroupEnded("stopped", unfit="stuck")]
-    state, actions = play([*UP, *stuck], max_restarts=9, replaces=True)
-    assert state.phase is Phase.FAILED
+def test_some_failures_fail_the_job_despite_unused_restarts(events, how, verdict, message):
+    state, actions = play([*UP, *events], max_restarts=9, **how)
+    (report,) = [action for action in actions if isinstance(action, ReportFailure)]
+    assert (state.phase, report.verdict) == (Phase.FAILED, verdict)
+    assert re.search(message, report.message)
     assert not any(isinstance(action, Replace) for action in actions)
 
 
