@@ -62,8 +62,8 @@ def test_steps_of_a_child_do_not_hide_a_hang_nor_is_a_slow_exit_one_or_a_rank_wi
     launched = job(source, *options, stdin=subprocess.PIPE)
     launched.wait_for_line("restarting")
     assert launched.stdout.count("CHILD\n") > 1
-    # With two optimizers, only the steps of the first one are counted, from 0.
-    says(launched.stderr, "hung", "limit 3 s", "optimizer step 4 of this attempt", "in <module> (")
+    # With two optimizers, only the steps of the first one are counted.
+    says(launched.stderr, "hung", "limit 3 s", "after optimizer step 5 of this attempt", "in <module> (")
     launched.wait_for_line("local rank 1 .*not watched", stream="stderr")
     launched.wait_for_line("still exiting", stream="stderr")
     # Several limits long.

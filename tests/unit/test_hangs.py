@@ -68,11 +68,12 @@ def test_hang_messages_match_the_golden_file(golden):
 
 def test_steps_that_the_launcher_counts_are_named_as_such():
     own, counted = beat(1, 40.0, 57), beat(1, 40.0, 57, is_automatic=True)
-    for found, text in ((own, "step 57"), (counted, "optimizer step 57 of this attempt")):
+    after = "after optimizer step 57 of this attempt"
+    for found, at, during in ((own, "at step 57", "in step 57"), (counted, after, after)):
         said = hang_diagnosis.hung(hung([seen(1, found)]), RANKS)
-        assert f"stopped at {text}" in said
+        assert f"stopped {at}" in said
         (note,) = hang_diagnosis.heartbeat_notes([found], 100 * SECOND, RANKS)
-        assert f"in {text}, " in note
+        assert f" {during}, " in note
 
 
 def test_the_stack_of_the_current_thread_is_shown(tmp_path):

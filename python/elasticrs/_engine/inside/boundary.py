@@ -98,8 +98,9 @@ def follow_steps(optimizers: Any, beat: Callable[[int | None], None] | None) -> 
 
     Args:
         optimizers: module ``torch.optim.optimizer``.
-        beat: function that sends a heartbeat to the agent. It is called with the number of each counted step,
-            and with ``None`` at a step of another optimizer. ``None`` if the agent watches no heartbeats.
+        beat: function that sends a heartbeat to the agent. It is called with the number of counted steps
+            after each one, and with ``None`` at a step of another optimizer. ``None`` if the agent watches
+            no heartbeats.
     """
     register = getattr(optimizers, "register_optimizer_step_post_hook", None)
     if register is None or not (beat or layout.VARIABLE in os.environ):
@@ -144,7 +145,7 @@ def follow_steps(optimizers: Any, beat: Callable[[int | None], None] | None) -> 
         if id(optimizer) != counted and not on_other_step(optimizer):
             return
         if beat is not None:
-            beat(count)
+            beat(count + 1)
         count += 1
         # The agent first writes into the file that it asks for an agreed step, and then reads the number of
         # steps. Here, the number is written before this function looks whether the agent asks. So either

@@ -576,13 +576,16 @@ def _stopped_at(own: RankSeen | None, others: Sequence[RankSeen]) -> str:
     steps = [beat.step for beat in beats if beat.step is not None]
     behind = min(steps, default=step) - step
     is_behind = f"{behind:,} step{'s' if behind != 1 else ''} behind the others" if behind > 0 else ""
-    at = step_text(step, is_automatic=own.heartbeat.is_automatic)
-    return ", ".join(filter(None, (f"stopped at {at}", is_earlier, is_behind)))
+    at = step_text(step, is_automatic=own.heartbeat.is_automatic, word="at")
+    return ", ".join(filter(None, (f"stopped {at}", is_earlier, is_behind)))
 
 
-def step_text(step: int, *, is_automatic: bool) -> str:
-    """Format a training step. ``is_automatic``: elasticrs counted optimizer steps, from 0 in each attempt."""
-    return f"optimizer step {step:,} of this attempt" if is_automatic else f"step {step:,}"
+def step_text(step: int, *, is_automatic: bool, word: str = "in") -> str:
+    """Return a phrase that says at which training step a rank was. If ``is_automatic``, ``step`` is the
+    number of optimizer steps that the rank has made in this attempt. Otherwise, the script has given this
+    number to the step that the rank has begun, and ``word`` precedes it.
+    """
+    return f"after optimizer step {step:,} of this attempt" if is_automatic else f"{word} step {step:,}"
 
 
 def _where(own: RankSeen | None, others: Sequence[RankSeen], ranks: Mapping[int, int]) -> str:
@@ -627,7 +630,7 @@ def heartbeat_notes(
         ages = sorted(max(0.0, (end_ns - beat.at_ns) / 1e9) for beat in group)
         oldest, newest = seconds(ages[-1]), seconds(ages[0])
         span = oldest if oldest == newest else f"{newest} to {oldest}"
-        where = "" if step is None else f" in {step_text(step, is_automatic=is_automatic)}"
+        where = "" if step is None else f" {step_text(step, is_automatic=is_automatic)}"
         where += f" in section '{printable(section)}'" if section else ""
         who = ranks_text(sorted(ranks[beat.local_rank] for beat in group))
         who += " (exited with code 0)" if has_left else ""

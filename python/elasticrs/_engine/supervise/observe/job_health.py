@@ -458,7 +458,7 @@ def no_progress(
     for beat in beats:
         where = "before its first step"
         if beat.step is not None:
-            where = f"in {step_text(beat.step, is_automatic=beat.is_automatic)}"
+            where = step_text(beat.step, is_automatic=beat.is_automatic)
         where += f" in section '{phrases.printable(beat.section)}'" if beat.section else ""
         places.setdefault((-1 if beat.step is None else beat.step, where), []).append(ranks[beat.local_rank])
     told = [f"{phrases.ranks_text(sorted(places[key]), 8)} {key[1]}" for key in sorted(places)[:8]]
