@@ -105,8 +105,9 @@ def test_optimizer_steps_are_shown_without_a_hang_timeout(start, sockets, asked)
 @pytest.mark.parametrize(
     ("options", "source", "killed"), [((), WAITS, False), (("--now",), STUBBORN, True)], ids=["stop", "now"]
 )
-def test_stop_ends_the_job_and_waits_for_its_end(start, asked, options, source, killed):
-    job = start(source=source)
+def test_stop_ends_the_job_and_waits_for_its_end(start, asked, tmp_path, options, source, killed):
+    report = tmp_path / "report.json"
+    job = start(f"--report={report}", f"--event-log-handler=file:{tmp_path}/events", source=source)
     code, text = asked("stop", *options)
     assert (code, wait_gone(job.pid)) == (0, True)
     assert ("are being killed" in text) == killed
@@ -115,6 +116,10 @@ def test_stop_ends_the_job_and_waits_for_its_end(start, asked, options, source, 
     assert f"elasticctl (user {os.geteuid()}, pid {os.getpid()}): stop" in job.stderr
     order = " ".join(("stop", *options))
     assert f"stopped by elasticctl {order} after" in job.stderr
+    report = json.loads(report.read_text())
+    assert (report["outcome"], report["reason"]) == ("stopped", f"stopped by elasticctl {order}")
+    events = [json.loads(line) for line in (tmp_path / "events").read_text().splitlines()]
+    assert events[-1]["metadata"]["raw_error"] == report["reason"]
     assert job.stderr.count(f"elasticctl {order}: SIG") == 1
     assert "second stop request" not in job.stderr
     assert "SIGTERM received" not in job.stderr

@@ -347,6 +347,16 @@ class JobResult(Record):
     kept: Choice | None = None
 
     @property
+    def how_stopped(self) -> str | None:
+        """Text that names the command of ``elasticctl`` or the signal that stopped the job on this node;
+        ``None`` if neither did.
+        """
+        if self.signum is None:
+            return None
+        by = f"elasticctl {self.order}" if self.order else phrases.signal_name(self.signum)
+        return f"stopped by {by}"
+
+    @property
     def restarts(self) -> int:
         """Number of charged restarts, including one whose workers have not been started yet."""
         return max(self.read_history().charged, self.attempts[-1].restarts if self.attempts else 0)

@@ -86,7 +86,7 @@ def report(
         "verdict": result.verdict.value if result.phase is Phase.FAILED else None,
         "exit_code": code,
         "signal": result.signum,
-        "reason": result.message,
+        "reason": result.message or result.how_stopped,
         "headline": headline,
         "root_cause": root if blame is None or blame.is_decided else None,
         "blamed": None if blame is None else {**blame._asdict(), "basis": blame.basis.value},

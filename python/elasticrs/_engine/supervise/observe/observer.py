@@ -258,7 +258,7 @@ class TerminalReporter(Observer):
     def ended(self, result: JobResult, error: BaseException | None) -> None:
         self.started()
         if error is None and result.signum is not None and not result.attempts:
-            self._say(f"stopped by {phrases.signal_name(result.signum)} before any worker was started")
+            self._say(f"{result.how_stopped} before any worker was started")
         if error is not None or not result.attempts:
             return
         took = phrases.duration((time.monotonic_ns() - self._begun_ns) / 1e9)
@@ -271,10 +271,7 @@ class TerminalReporter(Observer):
                 )
                 self._say(f"succeeded after {took}; {restarts}{self._not_charged()}{goodput}")
             return
-        how = "stopped" if result.phase is Phase.STOPPED else "failed"
-        if result.signum is not None:
-            by = f"elasticctl {result.order}" if result.order else phrases.signal_name(result.signum)
-            how = f"stopped by {by}"
+        how = result.how_stopped or ("stopped" if result.phase is Phase.STOPPED else "failed")
         attempts = result.attempts
         # If the file system does not respond, print the folder without checking that it contains files.
         run: str | None = attempts[-1].paths.run_folder

@@ -356,7 +356,7 @@ def _reason(result: JobResult, error: BaseException | None) -> str | None:
     if error is not None:
         return "".join(traceback.format_exception(error))
     if result.signum is not None:
-        return f"stopped by {phrases.signal_name(result.signum)}"
+        return result.how_stopped
     if not result.attempts and result.exit_code != 0:
         return result.message or "the workers could not be started"
     return None
