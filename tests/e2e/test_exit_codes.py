@@ -52,5 +52,6 @@ def test_a_job_is_restarted_until_it_succeeds_or_the_budget_is_used_up(
     # Rank 0 may be stopped before it prints its first line.
     starts = [match[1] for match in launched.wait_for_lines(r"START 1 (\d)", restarts + 1)]
     assert starts == [str(attempt) for attempt in range(restarts + 1)]
+    assert launched.stdout.count("START 1") == len(starts)
     if failures == restarts:
         launched.wait_for_line(f"START 0 {failures}")
