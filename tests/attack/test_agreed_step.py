@@ -152,11 +152,9 @@ def test_a_training_that_was_stopped_and_resumed_ends_as_without_the_stop(job, t
 
 @pytest.mark.parametrize("loop", ["plain", "gan", "scaled", "compiled_first"])
 def test_a_training_that_is_restarted_at_many_moments_ends_as_without_restarts(
-    launch, tmp_path, monkeypatch, loop
+    launch, tmp_path, sockets, loop
 ):
-    folder = str(tmp_path / "control")
-    monkeypatch.setenv("ELASTICRS_CONTROL_DIR", folder)
-    environment = {**ENVIRONMENT, "STEPS": str(40 * REQUESTS), "ELASTICRS_CONTROL_DIR": folder}
+    environment = {**ENVIRONMENT, "STEPS": str(40 * REQUESTS), "ELASTICRS_CONTROL_DIR": str(sockets)}
     ends = []
     for number, restarts in enumerate((0, REQUESTS)):
         (tmp_path / str(number)).mkdir()
@@ -176,13 +174,11 @@ def test_a_training_that_is_restarted_at_many_moments_ends_as_without_restarts(
     assert len(ends[0]) == 1
 
 
-def test_a_restart_loses_no_step_whose_changes_are_hidden(launch, tmp_path, monkeypatch):
-    folder = str(tmp_path / "control")
-    monkeypatch.setenv("ELASTICRS_CONTROL_DIR", folder)
+def test_a_restart_loses_no_step_whose_changes_are_hidden(launch, tmp_path, sockets):
     training = kept.KeptTraining(tmp_path / "job")
     options = ("--nproc-per-node=2", kept.PROGRAM, training.folder)
     options += ("--steps=40", "--variant=compiled", "--every=0")
-    job = launch(*kept.OPTIONS, *options, env={**kept.ENVIRONMENT, "ELASTICRS_CONTROL_DIR": folder})
+    job = launch(*kept.OPTIONS, *options, env={**kept.ENVIRONMENT, "ELASTICRS_CONTROL_DIR": str(sockets)})
     training.wait_for(job, "ended", rank=0, step=8)
     assert ctl.main(["restart", "--no-wait"]) == 0
     job.exits(0, timeout=120)
@@ -191,12 +187,10 @@ def test_a_restart_loses_no_step_whose_changes_are_hidden(launch, tmp_path, monk
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_a_restart_goes_on_from_the_step_on_which_all_ranks_agreed(launch, tmp_path, monkeypatch, ranks):
-    folder = str(tmp_path / "control")
-    monkeypatch.setenv("ELASTICRS_CONTROL_DIR", folder)
+def test_a_restart_goes_on_from_the_step_on_which_all_ranks_agreed(launch, tmp_path, sockets, ranks):
     training = kept.KeptTraining(tmp_path / "job", ranks)
     options = (f"--nproc-per-node={ranks}", kept.PROGRAM, training.folder, "--steps=400")
-    job = launch(*kept.OPTIONS, *options, env={**kept.ENVIRONMENT, "ELASTICRS_CONTROL_DIR": folder})
+    job = launch(*kept.OPTIONS, *options, env={**kept.ENVIRONMENT, "ELASTICRS_CONTROL_DIR": str(sockets)})
     moments = random.Random(3)
     begin = training.wait_for(job, "restored", rank=0).step
     for number in range(1, RESTARTS + 1):

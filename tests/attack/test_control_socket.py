@@ -1,45 +1,29 @@
 """Programs of the same user that misuse the control socket of a job, and a job that does not notice it."""
 
-import json
 import os
 import signal
 import socket
 from contextlib import ExitStack, closing, suppress
 
 import pytest
-from helpers import procs
+from helpers.elasticctl import WAITS, socket_of, status_of
 from helpers.procs import wait_until
 
 from elasticrs import ctl
-from elasticrs._engine.cli.control_client import Connection
 
 pytestmark = pytest.mark.slow
 
-WAITS = """
-import os, signal
-signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
-os.write(1, f"here {os.environ['RANK']} {os.getpid()}.\\n".encode())
-signal.sigwait([signal.SIGUSR1])
-"""
 STATUS = b"GET /status HTTP/1.1\r\n\r\n"
 STOP = b"POST /do HTTP/1.1\r\nContent-Length: 13\r\n\r\n"
 
 
 @pytest.fixture
-def job(launch, worker_script, tmp_path, monkeypatch):
-    folder = tmp_path / "c"
-    monkeypatch.setenv("ELASTICRS_CONTROL_DIR", str(folder))
-    started = launch(worker_script(WAITS), env={"ELASTICRS_CONTROL_DIR": str(folder)})
+def job(launch, worker_script, sockets):
+    started = launch(worker_script(WAITS), env={"ELASTICRS_CONTROL_DIR": str(sockets)})
     pid = int(started.wait_for_line(r"here 0 (\d+)\.")[1])
-    yield started, str(folder / f"{started.pid}.sock")
+    yield started, lambda: status_of(sockets, started), str(socket_of(sockets, started))
     os.kill(pid, signal.SIGUSR1)
     assert started.wait() == 0
-
-
-def status_of(path):
-    with closing(Connection(path, procs.HANG)) as connection:
-        connection.request("GET", "/status")
-        return json.loads(connection.getresponse().read())
 
 
 def descriptors_of(pid):
@@ -48,8 +32,8 @@ def descriptors_of(pid):
 
 @pytest.mark.parametrize("sent", [b"", STATUS[:-2], STOP, STATUS], ids=["silent", "head", "body", "deaf"])
 def test_a_thousand_connections_neither_stop_the_answers_nor_use_up_descriptors(job, sent):
-    started, path = job
-    wait_until(lambda: status_of(path)["state"], "HEALTHY".__eq__)
+    started, status, path = job
+    wait_until(lambda: status()["state"], "HEALTHY".__eq__)
     before = descriptors_of(started.pid)
     with ExitStack() as clients:
         for number in range(1000):
@@ -58,18 +42,18 @@ def test_a_thousand_connections_neither_stop_the_answers_nor_use_up_descriptors(
             with suppress(BrokenPipeError):
                 client.sendall(sent)
             if number % 100 == 0:
-                assert status_of(path)["state"] == "HEALTHY"
+                assert status()["state"] == "HEALTHY"
                 assert descriptors_of(started.pid) <= before + 20
         assert ctl.main(["ps"]) == 0
     wait_until(lambda: descriptors_of(started.pid), lambda now: now <= before)
 
 
 def test_orders_that_nobody_waits_for_are_forgotten(job):
-    started, path = job
-    before = status_of(path)
+    started, status, path = job
+    before = status()
     for _ in range(100):
         with closing(socket.socket(socket.AF_UNIX)) as client:
             client.connect(path)
             client.sendall(STOP + b"{")
-    assert status_of(path)["workers"] == before["workers"]
+    assert status()["workers"] == before["workers"]
     assert "elasticctl" not in started.stderr

@@ -9,7 +9,6 @@ import signal
 import sys
 
 import pytest
-from helpers import procs
 from helpers.kept import ENVIRONMENT, OPTIONS, PROGRAM, KeptTraining
 
 pytestmark = [
@@ -139,30 +138,6 @@ def test_forks_of_a_worker_do_not_disturb(job, calm, variant):
     assert "in the child" in hurt.launched.stderr
 
 
-def test_a_job_that_is_stopped_does_not_restart(job):
-    stopped = job("stopped", "--steps", "100000")
-    stopped.reaches(5, 0)
-    stopped.launched.signal(signal.SIGTERM)
-    stopped.launched.exits(1)
-    assert {each.attempt for each in stopped.training.logged()} == {0}
-
-
-def test_a_job_without_restarts_ends_with_the_failure(job):
-    failed = job("failed", "--steps", "60", *faults("raise:0:1:33"), options=("--max-restarts", "0"))
-    failed.launched.exits(1)
-    assert "a bad batch" in failed.launched.stderr
-
-
-def test_a_killed_agent_leaves_nothing(job):
-    killed = job("killed", "--steps", "100000")
-    killed.reaches(5, 0)
-    pids = {each.pid for each in killed.training.logged()}
-    killed.launched.signal(signal.SIGKILL)
-    killed.launched.wait()
-    procs.reap_adopted()
-    procs.assert_gone(pids)
-
-
 @pytest.mark.parametrize(
     ("first", "most"),
     [
@@ -197,13 +172,6 @@ def test_a_restored_state_that_fails_at_once_is_set_aside_after_two_attempts(job
     assert "set aside" in hurt.launched.stderr
 
 
-def test_a_changed_model_is_refused_with_the_difference(job):
-    grown = job("grown", "--steps", "60", "--grow", *faults("kill:0:1:33"))
-    grown.ends()
-    assert grown.training.logged("restored", attempt=1, rank=1)[0].step == 0
-    assert re.search(r"rank \d: step \d+ is not restored: .*\b(16|32)\b", grown.launched.stderr)
-
-
 @pytest.mark.parametrize(
     "limits",
     [
@@ -227,12 +195,6 @@ def test_a_worker_that_writes_random_words_into_its_file_harms_no_training(job, 
     hurt = job("hurt", *arguments, *faults(f"scribble:0:1:{step}", f"scribble:1:0:{step + 20}"))
     # A rank whose file was destroyed has no random numbers. If it goes on with new ones, a line says so.
     assert hurt.ends() == calm(*arguments) or "draws new random numbers" in hurt.launched.stderr
-
-
-def test_with_replaced_workers_a_line_says_that_nothing_is_kept(job):
-    replaced = job("replaced", "--steps", "5", options=("--on-failure", "replace"))
-    replaced.ends()
-    assert len(re.findall(r"keep: Keep is off: .*replace", replaced.launched.stderr)) == 1
 
 
 def test_under_torchrun_nothing_is_kept_and_nothing_is_said(launch, tmp_path, calm):

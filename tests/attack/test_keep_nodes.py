@@ -5,7 +5,7 @@ import sys
 import textwrap
 
 import pytest
-from helpers import ports
+from helpers.kept_nodes import Nodes, said
 from helpers.procs import wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.torch]
@@ -45,16 +45,8 @@ TRAINS = """
 
 @pytest.fixture
 def agents(launch, worker_script):
-    script, port = worker_script(TRAINS), ports.free()
-    options = ("--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{port}")
-    more = ("--rdzv-id=k", "--max-restarts=3", "--warm=torch", script)
-
-    def start(how, every=0):
-        host = launch(*options, *more, how, str(every))
-        wait_until(lambda: not ports.is_free(port))
-        return [host, launch(*options, *more, how, str(every))]
-
-    return start
+    command = ("--nnodes=2", "--nproc-per-node=1", "--max-restarts=3", worker_script(TRAINS))
+    return lambda how, every=0: Nodes(launch, *command, how, str(every)).start(2)
 
 
 @pytest.mark.parametrize(("every", "second"), [(0, "9"), (2, "8")], ids=["one copy", "an older copy"])
@@ -62,15 +54,7 @@ def test_a_rank_that_cannot_load_the_kept_state_does_not_train_from_another_step
     """The second time, an older step is tried, if it is kept. The third time, the script begins anew."""
     job = agents("refuses", every)
     assert [agent.wait() for agent in job] == [0, 0]
-    begun = [match.group(1).split() for agent in job for match in agent._matches("BEGIN (.*)", "stdout")]
-    assert sorted(begun) == [
-        ["1", "0", "0"],
-        ["1", "1", "0"],
-        ["2", "0", "9"],
-        ["3", "0", second],
-        ["4", "0", "0"],
-        ["4", "1", "0"],
-    ]
+    assert said(job, "BEGIN") == ["1 0 0", "1 1 0", "2 0 9", f"3 0 {second}", "4 0 0", "4 1 0"]
     assert any("ValueError('another loader')" in agent.stderr for agent in job)
     assert any("could not be loaded in two attempts" in agent.stderr for agent in job)
 

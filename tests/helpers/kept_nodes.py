@@ -39,3 +39,15 @@ class Nodes:
 def said(job: Iterable[Launched], word: str) -> list[str]:
     """Return what the workers of these agents have written after a word, sorted."""
     return sorted(match.group(1) for agent in job for match in agent._matches(rf"{word} (.*)", "stdout"))
+
+
+def published(first_rank: int, holdings: Iterable[object] = (), **facts: object) -> dict[str, object]:
+    """Return what a node publishes about the state that its ranks have kept."""
+    usual: dict[str, object] = {
+        "barred_from": None,
+        "refused": None,
+        "was_replicated": False,
+        "ranks_before": 0,
+    }
+    usual |= {"partners": [], "has_peers": False, "saved": None}
+    return {**usual, "first_rank": first_rank, "holdings": [*holdings], **facts}

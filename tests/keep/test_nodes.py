@@ -6,7 +6,7 @@ from contextlib import closing, contextmanager
 
 import pytest
 from helpers.keep_agent import keep_files
-from helpers.kept_nodes import Nodes, said
+from helpers.kept_nodes import Nodes, published, said
 from helpers.procs import reap_adopted, wait_until
 from hypothesis import given
 from hypothesis import strategies as st
@@ -21,7 +21,7 @@ modes = st.sampled_from((Mode.AUTO, Mode.REPLICATED, Mode.SHARDED))
 
 
 @st.composite
-def published(draw):
+def published_by_all(draw):
     """What the nodes of an attempt publish. Some have missed the attempt before, or are new."""
     per_node, found, ranks = draw(st.integers(1, 3)), [], draw(st.permutations(range(9)))
     mode, check = draw(modes), draw(st.none() | st.just((1, 7)))
@@ -37,25 +37,19 @@ def published(draw):
             holding = Holding(slots, small, attempt=attempt, ended=MOST, mode=mode, check=check)
             record = {"rank": ranks[group_rank * per_node + local_rank], "holding": holding.to_json()}
             holdings.append(draw(st.sampled_from((record, None))))
-        facts = {
-            "holdings": holdings,
-            "barred_from": None,
-            "refused": None,
-            "was_replicated": False,
-            "ranks_before": 9,
-        }
-        facts |= {"saved": None, "has_peers": draw(st.booleans()), "partners": [[] for _ in range(per_node)]}
-        for records in facts["partners"]:
+        partners = [[] for _ in range(per_node)]
+        for records in partners:
             steps = draw(st.lists(st.integers(0, MOST), max_size=2, unique=True))
             for index, step in enumerate(steps):
                 slots = (KeptSlot(layout.SLOTS + index, step, 1, 3, step, sequence=index + 1),)
                 copies = Holding(slots, has_joined=False).to_json()
                 records.append({"rank": draw(st.integers(0, 8)), "holding": copies})
-        found.append({"first_rank": group_rank * per_node, **facts})
+        more = {"ranks_before": 9, "has_peers": draw(st.booleans()), "partners": partners}
+        found.append(published(group_rank * per_node, holdings, **more))
     return found
 
 
-@given(published())
+@given(published_by_all())
 def test_every_rank_finds_a_copy_of_the_chosen_step(found):
     world = sum(len(each["holdings"]) for each in found)
     choice = nodes.chosen(found, world)
@@ -88,9 +82,7 @@ def test_every_rank_finds_a_copy_of_the_chosen_step(found):
 
 
 def test_a_node_without_keep_lets_no_node_restore():
-    facts = {"holdings": [], "barred_from": None, "refused": None, "was_replicated": False, "ranks_before": 0}
-    facts["saved"] = None
-    choice = nodes.chosen([{"first_rank": 0, **facts}, {"first_rank": 2, "off": "no memory"}], 4)
+    choice = nodes.chosen([published(0), {"first_rank": 2, "off": "no memory"}], 4)
     assert choice["step"] is None
     assert "no memory" in choice["why"]
 
@@ -101,17 +93,8 @@ def test_a_node_without_keep_lets_no_node_restore():
 )
 def test_a_newer_checkpoint_is_used_only_if_all_nodes_have_it(others, step):
     holding = Holding((KeptSlot(0, 7),), ended=7, mode=Mode.REPLICATED).to_json()
-    facts = {
-        "barred_from": None,
-        "refused": None,
-        "was_replicated": False,
-        "ranks_before": 2,
-        "partners": [],
-        "saved": None,
-        "has_peers": False,
-    }
     found = [
-        {"first_rank": rank, "holdings": [{"rank": rank, "holding": holding}], "other": other, **facts}
+        published(rank, [{"rank": rank, "holding": holding}], other=other, ranks_before=2)
         for rank, other in enumerate(others)
     ]
     choice = nodes.chosen(found, 2)
@@ -121,12 +104,8 @@ def test_a_newer_checkpoint_is_used_only_if_all_nodes_have_it(others, step):
 
 @pytest.mark.parametrize(("seen", "step"), [((7, 7), 7), ((7, 8), None), ((7, None), None)])
 def test_saved_state_is_restored_only_if_all_nodes_see_the_same(seen, step):
-    facts = {"barred_from": None, "refused": None, "was_replicated": False, "ranks_before": 0}
-    facts |= {"holdings": [None], "has_peers": False, "partners": [[]]}
-    found = [
-        {"first_rank": rank, **facts, "saved": each and {**Choice(each, ranks=2).facts(), "number": "kept-1"}}
-        for rank, each in enumerate(seen)
-    ]
+    saved = [each and {**Choice(each, ranks=2).facts(), "number": "kept-1"} for each in seen]
+    found = [published(rank, [None], saved=each) for rank, each in enumerate(saved)]
     choice = nodes.chosen(found, 2)
     assert (choice["step"], bool(choice["why"])) == (step, step is None)
 

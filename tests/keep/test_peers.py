@@ -10,7 +10,7 @@ from contextlib import ExitStack, closing
 from random import Random
 
 import pytest
-from helpers.kept_nodes import Nodes, said
+from helpers.kept_nodes import Nodes, published, said
 from helpers.procs import HANG, reap_adopted, wait_until
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -67,15 +67,8 @@ def lost_nodes(draw):
             held = Holding(tuple(slots), has_joined=False)
             rank = {"rank": taken_from[node] * per_node + local_rank}
             partners.append([] if node in lost else [{**rank, "holding": held.to_json()}])
-        facts = {
-            "barred_from": None,
-            "refused": None,
-            "was_replicated": False,
-            "has_peers": True,
-            "first_rank": node * per_node,
-        }
-        ranks_before = 0 if node in lost else count * per_node
-        found.append({**facts, "holdings": holdings, "partners": partners, "ranks_before": ranks_before})
+        more = {"has_peers": True, "ranks_before": 0 if node in lost else count * per_node}
+        found.append(published(node * per_node, holdings, partners=partners, **more))
     return found, lost, taken_from, per_node
 
 
@@ -664,9 +657,8 @@ def test_the_agent_reads_which_copies_of_other_ranks_a_file_has(ranks):
     ],
 )
 def test_nodes_without_partners_say_why(counts, options, why):
-    facts = {"barred_from": None, "was_replicated": False, "ranks_before": 0, "partners": [], "refused": None}
     found = [
-        {**facts, "first_rank": sum(counts[:node]), "holdings": [None] * count, "has_peers": has_peers}
+        published(sum(counts[:node]), [None] * count, has_peers=has_peers)
         for node, (count, has_peers) in enumerate(zip(counts, options, strict=True))
     ]
     choice = nodes.chosen(found, sum(counts))

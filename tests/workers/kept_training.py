@@ -39,7 +39,6 @@ def parse_arguments(argv):
     parser.add_argument("--sharded", action="store_true", help="each rank trains a model of its own")
     parser.add_argument("--width", type=int, default=WIDTH, help="of the model's hidden layer")
     parser.add_argument("--batch", type=int, default=BATCH, help="samples of each rank in a step")
-    parser.add_argument("--grow", action="store_true", help="double the width after a restart")
     parser.add_argument("--fault", action="append", default=[], help="KIND:ATTEMPT:RANK:STEP; see Faults")
     return parser.parse_args(argv)
 
@@ -52,8 +51,6 @@ class Training:
         self.is_sharded = arguments.sharded
         torch.manual_seed(self.rank if self.is_sharded else 0)
         self.batch, self.width = arguments.batch, arguments.width
-        if arguments.grow and os.environ["TORCHELASTIC_RESTART_COUNT"] != "0":
-            self.width *= 2
         self.model = self.make_model(self.width)
         self.optimizers = self.make_optimizers()
         self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizers[0], 7, gamma=0.9)
