@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from typing import Any, Literal
 
-    from elasticrs._engine.inside.keep.keeper import Keeper, Restored
+    from elasticrs._engine.inside.keep.keeper import Keeper
     from elasticrs._engine.inside.keep.reader import Reader
 
 __all__ = ["Keep", "Source"]
@@ -148,14 +148,10 @@ class Keep:
             default_step = _whole(default_step, "default_step")
         elif not callable(default):
             default_step = default
-        found: Restored | None = None if self._keeper is None else self._keeper.restore(default_step)
+        found = None if self._keeper is None else self._keeper.restore(default_step)
         if found is not None:
-            behind = tuple(found.behind)
-            tier: Literal["memory", "peer", "disk"] = "disk" if found.is_from_disk else "memory"
-            if found.partner is not None:
-                tier = "peer"
-            self._source = Source(found.step, tier, found.exact, behind, found.at_death, found.from_rank)
-            return found.step
+            self._source = Source(*found)
+            return self._source.step
         step = _whole(default(), "the result of default()") if callable(default) else default
         if self._keeper is not None:
             self._keeper.begin_at(step)

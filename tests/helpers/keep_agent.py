@@ -173,7 +173,7 @@ class KeepAgent:
                 "files": self.files.places,
                 "kept_by": [holder],
                 "ranks": self.world,
-                "at_death": True,
+                "at_death": 1,
                 "lost": 0,
                 "memory": 1 << 30,
                 "grace": 10,

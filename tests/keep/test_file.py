@@ -118,7 +118,7 @@ def test_a_worker_waits_for_its_first_plan():
         waiting = Thread(target=lambda: read.set_result(open_file()))
         waiting.start()
         assert not read.done()
-        shared = {"world": "2", "local_world": "2", "run_id": "a"}
+        shared = {"world": "2", "local_world": "2", "run_id": "a", "has_time": False}
         files.begin(shared, {0: {"rank": "0"}, 1: {"rank": "1"}}, None)
         waiting.join(HANG)
         assert read.result(0) == {**shared, "rank": "1"}

@@ -278,6 +278,7 @@ class Ranks:
         has_partners=True,
     ):
         self.store, self.said, self.step = Store(), [], restored or 0
+        monkeypatch.setattr("elasticrs._engine.inside.keep.peers.say", self.said.append)
         self.files = [(MemoryFiles(1), MemoryFiles(1)) for _ in range(count)]
         self.agents = [KeepFiles(*files) for files in self.files]
         for agent in self.agents:
@@ -291,12 +292,12 @@ class Ranks:
                 monkeypatch.setenv(name, value)
             plan = {"step": restored, "memory": memory, "bandwidth": 0, "partner_files": partners.places}
             theirs = KeepFile(partners.places[0])
-            say, files = self.said.append, [self.own[rank], theirs]
+            files = [self.own[rank], theirs]
             self.handovers.append(nodes._offer(self.store, (rank, 0), files, 0, lambda _: None))
             agreement = nodes.Agreement(plan, self.store)
             agreement.nodes = shares if has_partners else None
             self.schedules.append(Schedule(self.own[rank].words, None, rank, every, mode))
-            self.peers.append(Peers(agreement, self.own[rank], self.schedules[-1], say))
+            self.peers.append(Peers(agreement, self.own[rank], self.schedules[-1]))
             if restored is not None:
                 self.copy(rank, restored)
 
@@ -492,7 +493,7 @@ def test_a_rank_that_learns_of_a_step_too_late_leaves_the_step_before_secured_on
 
 @pytest.mark.torch
 @pytest.mark.parametrize(("rank", "mode"), [(0, Mode.AUTO), (1, Mode.AUTO), (1, Mode.SHARDED)])
-def test_all_nodes_say_once_that_a_rank_makes_no_copies_any_more(ranks, rank, mode):
+def test_all_nodes_say_once_that_a_rank_makes_no_copies_any_more(ranks, monkeypatch, rank, mode):
     from elasticrs._engine.inside.keep.copier import Copier  # Here, because it imports torch.
 
     made = ranks(3, has_partners=False, mode=mode)
@@ -500,7 +501,8 @@ def test_all_nodes_say_once_that_a_rank_makes_no_copies_any_more(ranks, rank, mo
     first = made.copy_all()
     made.announced()
     reasons = []
-    copier = Copier(made.own[rank], {}, 0, 0, "", made.schedules[rank], reasons.append)
+    monkeypatch.setattr("elasticrs._engine.inside.keep.copier.say", reasons.append)
+    copier = Copier(made.own[rank], {}, 0, 0, "", made.schedules[rank])
     copier.turn_off("there is not enough memory")
     copier.finish(HANG)
     assert reasons == ["Keep is off: there is not enough memory"]

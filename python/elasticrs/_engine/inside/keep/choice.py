@@ -221,7 +221,7 @@ class Choice(Value):
         """Describe this choice after ``attempt 1 is running,``. A worker may still refuse to restore it."""
         if self.step is None:
             return f"without kept state{self._reason}"
-        return f"can continue at {self._described(self.folder)}"
+        return f"can continue at {self.described(self.folder)}"
 
     def at_end(self) -> str:
         """Describe this choice in the report of a job that has failed."""
@@ -229,41 +229,22 @@ class Choice(Value):
             return f"no state is kept{self._reason}"
         gone = phrases.gone_with_the_job(has_folder=self.has_folder)
         where = f"is saved in {self.folder}" if self.folder else gone
-        return f"the kept state ({self._described()}) {where}"
+        return f"the kept state ({self.described()}) {where}"
 
     @property
     def _reason(self) -> str:
         return f" ({self.why})" if self.why else ""
 
-    def _described(self, folder: str = "") -> str:
-        assert self.step is not None
-        by = len(self.kept_by), self.ranks
-        return describe(
-            self.step, self.lost, by, self.behind, why_copied=self.why_copied, folder=folder, why=self.why
-        )
-
-
-def describe(
-    step: int,
-    lost: int,
-    kept_by: tuple[int, int],
-    behind: Sequence[int],
-    *,
-    why_copied: int,
-    folder: str,
-    why: str,
-) -> str:
-    """Describe a chosen step for the user. ``kept_by`` has two numbers: how many ranks have copied the step,
-    and how many ranks there were. The other arguments are as in :class:`Choice`.
-    """
-    when = {Why.AT_DEATH: " at the failure", Why.AT_STOP: " at the stop"}.get(why_copied, "")
-    saved = f" and saved in {folder}" if folder else ""
-    text = f"step {step}, copied{when} by {kept_by[0]} of {kept_by[1]} ranks{saved}"
-    text += f", {phrases.counted(lost, 'step')} lost"
-    if behind:
-        verb = "draws" if len(behind) == 1 else "draw"
-        text += f", {phrases.ranks_text(behind, 4)} {verb} new random numbers"
-    return f"{text} ({why})" if why else text
+    def described(self, folder: str = "") -> str:
+        """Describe the chosen step for the user. ``folder``: the folder to name in which it is saved."""
+        when = {Why.AT_DEATH: " at the failure", Why.AT_STOP: " at the stop"}.get(self.why_copied, "")
+        saved = f" and saved in {folder}" if folder else ""
+        text = f"step {self.step}, copied{when} by {len(self.kept_by)} of {self.ranks} ranks{saved}"
+        text += f", {phrases.counted(self.lost, 'step')} lost"
+        if self.behind:
+            verb = "draws" if len(self.behind) == 1 else "draw"
+            text += f", {phrases.ranks_text(self.behind, 4)} {verb} new random numbers"
+        return f"{text} ({self.why})" if self.why else text
 
 
 def choose(

@@ -19,12 +19,11 @@ import torch
 from elasticrs._engine.inside.handover import without_signals
 from elasticrs._engine.inside.keep import layout, trees
 from elasticrs._engine.inside.keep.choice import NEAR
-from elasticrs._engine.inside.keep.file import OffError, round_up, sizes_as_text
+from elasticrs._engine.inside.keep.file import OffError, round_up, say, sizes_as_text
 from elasticrs._engine.inside.keep.layout import Agreed, AgreedState, Answer, Head, Slot, Why
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from mmap import mmap
 
     from elasticrs._engine.inside.keep.file import KeepFile, SlotRegion
@@ -95,7 +94,6 @@ class Copier:
         grace: maximum seconds for which the agent waits for a copy before it stops this process.
         notices: abstract name of the socket on which the agent gets messages of this process.
         ranks: knows from the files of other ranks what they have ended, copied and restored.
-        say: writes a line to the user.
     """
 
     def __init__(
@@ -106,10 +104,9 @@ class Copier:
         grace: float,
         notices: str,
         ranks: Schedule,
-        say: Callable[[str], None],
     ) -> None:
         self._file, self._facts, self._budget, self._grace = file, facts, budget, grace
-        self._notices, self._ranks, self._say = notices, ranks, say
+        self._notices, self._ranks = notices, ranks
         self._live = threading.Lock()
         """Held while a copy reads the program's tensors, and while the training says that they change."""
         self._ended = threading.Condition(self._live)
@@ -217,7 +214,7 @@ class Copier:
         if not self.is_blind:
             self.is_blind = True
             self._ranks.has_copies_at_failure = False
-            self._say(
+            say(
                 f"this rank cannot copy its state at a failure: {reason}. Periodic copies go on, so a failure"
                 " may cost the steps since the last one"
             )
@@ -227,7 +224,7 @@ class Copier:
         """Make no copies of any kind from now on, and tell the user the reason."""
         if not self.is_off:
             self.is_off, self.why_off = True, reason
-            self._say(f"Keep is off: {reason}")
+            say(f"Keep is off: {reason}")
             self._file.tell(reason)
             self._ranks.turn_off(reason)
             self.leave()
@@ -551,7 +548,7 @@ class Copier:
             except OSError as error:
                 # If the message was `keep joined`, the agent will not order this process to copy its state.
                 # If it was an answer to such an order, the agent waits until the end of --keep-grace.
-                self._say(f"the agent cannot be told about copies of this rank ({error.strerror})")
+                say(f"the agent cannot be told about copies of this rank ({error.strerror})")
 
 
 def digest_of(data: torch.Tensor) -> int:

@@ -1,10 +1,15 @@
-"""Worker's access to the file in memory into which it copies its training state. See :mod:`.layout`."""
+"""Worker's access to the file in memory into which it copies its training state, as :mod:`.layout` says; and
+its lines about that for the user.
+"""
 
 from __future__ import annotations
 
+import errno
 import itertools
 import json
 import os
+import socket
+import sys
 import zlib
 from fcntl import F_ADD_SEALS, F_SEAL_SHRINK, fcntl
 from functools import cached_property
@@ -13,6 +18,7 @@ from time import monotonic, sleep, time_ns
 
 from elasticrs._engine.inside.keep import layout
 from elasticrs._engine.inside.keep.layout import Head, Slot, SlotState
+from elasticrs._engine.job import phrases
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -33,6 +39,51 @@ _OF_LAUNCHER = {
 
 _PATIENCE, _PAUSE = 60.0, 0.001
 """Maximum seconds for which a worker waits for the first plan, and seconds between two looks for it."""
+
+
+_has_time = False
+"""True if the lines on standard error begin with the time, as those of the agent do."""
+
+
+def say(text: str) -> None:
+    """Write a line about this rank to standard error, for the user. If another rank of this node has written
+    the same text in this attempt, write nothing.
+    """
+    if _is_first_to_say(text):
+        _write(f"rank {os.environ.get('RANK', '?')}: {text}")
+
+
+def say_for_all(text: str, number: str = "RANK") -> None:
+    """Write a line about all ranks of the job to standard error, for the user. Only rank 0 writes it. If
+    ``number`` is ``"LOCAL_RANK"``, the line is about all ranks of this node.
+    """
+    if os.environ.get(number, "0") == "0":
+        _write(text)
+
+
+def _write(text: str) -> None:
+    try:
+        print(f"{phrases.prefix(time_ns() if _has_time else None)}keep: {text}", file=sys.stderr, flush=True)
+    except (OSError, ValueError):
+        return  # The program has closed its standard error.
+
+
+def _is_first_to_say(text: str) -> bool:
+    """Return true if no process of this node has called this with the same text in this attempt."""
+    mark = os.environ.get(layout.VARIABLE, "").partition(":")[0]
+    key = f"{mark} {os.environ.get('ELASTICRS_ROUND')} {text}"
+    try:
+        name = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC)
+    except OSError:
+        return True  # No file descriptor is free.
+    with name:
+        try:
+            # Only one process can have this name. It has the name until it exits.
+            name.bind(f"\0elasticrs-keep-{zlib.crc32(key.encode()):08x}")
+        except OSError as error:
+            return error.errno != errno.EADDRINUSE
+        name.detach()
+    return True
 
 
 class OffError(Exception):
@@ -106,7 +157,8 @@ class KeepFile:
             sleep(_PAUSE)
 
     def plan(self) -> dict[str, Any]:
-        """Return the plan, in which the agent tells this rank what to restore in this attempt.
+        """Return the plan, in which the agent tells this rank what to restore in this attempt. From now on,
+        lines for the user have the form that the plan says.
 
         Raises:
             ForeignError: another launcher has started this process. This happens if a worker of the agent is
@@ -131,6 +183,8 @@ class KeepFile:
                     f"another launcher has started this process ({name} is {found}, and elasticrun had set it"
                     f" to {value}); start this program with elasticrun to keep its state"
                 )
+        global _has_time  # noqa: PLW0603 -- one for each process
+        _has_time = plan["has_time"]
         return plan
 
     def tell_agreed(self, plan: Mapping[str, Any], facts: Mapping[str, Any]) -> None:

@@ -14,7 +14,7 @@ import sys
 from importlib import import_module
 
 from elasticrs._engine.inside.keep import keeper
-from elasticrs._engine.inside.keep.keeper import say, say_for_all
+from elasticrs._engine.inside.keep.file import say, say_for_all
 from elasticrs._engine.inside.keep.layout import Mode
 
 TYPE_CHECKING = False

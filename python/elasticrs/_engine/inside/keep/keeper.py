@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import atexit
-import errno
 import os
-import socket
 import sys
 from functools import wraps
-from time import monotonic_ns, time_ns
-from zlib import crc32
+from time import monotonic_ns
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from elasticrs._engine.inside.keep import choice, layout, nodes, restore, trees
 from elasticrs._engine.inside.keep.copier import Copier
-from elasticrs._engine.inside.keep.file import ForeignError, KeepFile, OffError
+from elasticrs._engine.inside.keep.file import ForeignError, KeepFile, OffError, say, say_for_all
 from elasticrs._engine.inside.keep.layout import Head, Slot
 from elasticrs._engine.inside.keep.schedule import Schedule
 from elasticrs._engine.inside.keep.state import Collector
@@ -26,63 +23,21 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from types import TracebackType
-    from typing import Any
+    from typing import Any, Literal, TypeAlias
 
     from elasticrs._engine.inside.keep.peers import Peers
     from elasticrs._engine.inside.keep.reader import Reader
     from elasticrs._engine.inside.keep.state import Boundary
     from elasticrs._engine.inside.keep.trees import Path
 
+    Restored: TypeAlias = tuple[int, Literal["memory", "peer", "disk"], bool, tuple[int, ...], bool, int]
+    """The values of :class:`elasticrs.keep.Source`, which tells what was loaded."""
+
 _REFUSAL_LIMIT = 10.0
 """Maximum seconds for which a rank that cannot load its copy waits to see whether other ranks load theirs."""
 
 _EXIT_LIMIT = 10.0
 """Maximum seconds for which the program, when it exits, waits for a copy that is being made."""
-
-
-_has_time = False
-"""True if the lines on standard error begin with the time, as those of the agent do."""
-
-
-def say(text: str) -> None:
-    """Write a line about this rank to standard error, for the user. If another rank of this node has written
-    the same text in this attempt, write nothing.
-    """
-    if _is_first_to_say(text):
-        _write(f"rank {os.environ.get('RANK', '?')}: {text}")
-
-
-def say_for_all(text: str, number: str = "RANK") -> None:
-    """Write a line about all ranks of the job to standard error, for the user. Only rank 0 writes it. If
-    ``number`` is ``"LOCAL_RANK"``, the line is about all ranks of this node.
-    """
-    if os.environ.get(number, "0") == "0":
-        _write(text)
-
-
-def _write(text: str) -> None:
-    try:
-        print(f"{phrases.prefix(time_ns() if _has_time else None)}keep: {text}", file=sys.stderr, flush=True)
-    except (OSError, ValueError):
-        return  # The program has closed its standard error.
-
-
-def _is_first_to_say(text: str) -> bool:
-    """Return true if no process of this node has called this with the same text in this attempt."""
-    mark = os.environ.get(layout.VARIABLE, "").partition(":")[0]
-    key = f"{mark} {os.environ.get('ELASTICRS_ROUND')} {text}"
-    try:
-        name = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC)
-    except OSError:
-        return True  # No file descriptor is free.
-    with name:
-        try:
-            # Only one process can have this name. It has the name until it exits.
-            name.bind(f"\0elasticrs-keep-{crc32(key.encode()):08x}")
-        except OSError as error:
-            return error.errno != errno.EADDRINUSE
-        name.detach()
-    return True
 
 
 _active: Keeper | None = None
@@ -106,7 +61,7 @@ def begin(objects: Mapping[str, Any], values: dict[str, Any], every: int | None,
                 "this process already has a Keep object, which goes on; give all objects to that one"
             )
         file = KeepFile(os.environ[layout.VARIABLE])
-        plan = _read_plan(file)
+        plan = file.plan()
         if not plan["off"]:
             _active = Keeper(file, plan, objects, values, every, mode)
             return _active
@@ -186,7 +141,7 @@ def peek() -> Peeked | None:
         return None
     try:
         file = KeepFile(place)
-        plan = _agreed_plan(file, _read_plan(file), None)
+        plan = _agreed_plan(file, file.plan(), None)
         if plan["off"] or plan["step"] is None:
             return None
         large = plan["large"]
@@ -194,13 +149,6 @@ def peek() -> Peeked | None:
     except (OffError, restore.DamagedError):
         return None  # `Keeper.restore` will tell the user why.
     return Peeked(kept)
-
-
-def _read_plan(file: KeepFile) -> Mapping[str, Any]:
-    global _has_time  # noqa: PLW0603 -- one for each process
-    plan = file.plan()
-    _has_time = plan["has_time"]
-    return plan
 
 
 def _agreed_plan(file: KeepFile, plan: Mapping[str, Any], other: int | None) -> Mapping[str, Any]:
@@ -217,7 +165,7 @@ def _agreed_plan(file: KeepFile, plan: Mapping[str, Any], other: int | None) -> 
         return plan
     if "holdings" in plan:
         if _agreement is None:
-            _agreement = nodes.agree(plan, file, other, say)
+            _agreement = nodes.agree(plan, file, other)
         return _agreement.plan
     why = choice.why_other(plan["step"], other)
     return {**plan, "step": None, "why": why, "reader": None} if why else plan
@@ -250,20 +198,6 @@ def _text_of_kept(plan: Mapping[str, Any]) -> str:
         return f"the kept step {plan['step']}"
     holdings = [each["holding"] for each in plan.get("holdings", ()) if each is not None]
     return "the kept state" if any(choice.Holding.of_json(each).slots for each in holdings) else ""
-
-
-class Restored:
-    """What :meth:`Keeper.restore` has loaded. ``from_rank`` is the rank whose copy it has loaded."""
-
-    def __init__(self, plan: Mapping[str, Any], *, is_exact: bool, why_copied: int) -> None:
-        self.step: int = plan["step"]
-        self.exact = is_exact
-        self.behind: list[int] = plan["behind"]
-        self.at_death = bool(why_copied)
-        self.is_from_disk = bool(plan.get("folder"))
-        self.partner: int | None = plan.get("partner")
-        """The node that had a copy of this rank's state, because the rank's own node was lost."""
-        self.from_rank: int = plan["large"]["rank"]
 
 
 def _guarded(method: Callable[..., None]) -> Callable[..., None]:
@@ -328,7 +262,7 @@ class Keeper:
         facts = {Slot.RANK: rank, Slot.WORLD: self._world, Slot.ATTEMPT: attempt}
         notices = os.environ.get("ELASTICRS_NOTICES", "")
         memory, grace = self._plan["memory"], self._plan["grace"]
-        self._copier = Copier(self._file, facts, memory, grace, notices, self._schedule, say)
+        self._copier = Copier(self._file, facts, memory, grace, notices, self._schedule)
         self._at: int | None = None
         self._read: tuple[int, int | None] | None = None
         """Step of the copies that :meth:`reader` has opened, and the slot of this rank's file among them."""
@@ -391,7 +325,7 @@ class Keeper:
             store = nodes.Store(name=f"/{_trainings}")
             agreement = nodes.Agreement({**self._plan, "step": None}, store)
         _trainings += 1
-        return Peers(agreement, self._file, self._schedule, say, has_partners=not is_replicated)
+        return Peers(agreement, self._file, self._schedule, has_partners=not is_replicated)
 
     def _tell_if_off(self) -> None:
         """If this rank makes no copies any more, tell the other nodes, even before its first step ends."""
@@ -426,13 +360,14 @@ class Keeper:
             readable = plan.get("reader")
             hint = f"; keep.reader() can load step {readable['step']}" if readable else ""
             say_for_all(f"no kept state is restored: {plan['why']}{hint}")
-        self._file.ring.drop_after(-1 if found is None else found.step)
+        self._file.ring.drop_after(-1 if found is None else found[0])
         if found is not None:
-            self.begin_at(found.step)
-            self._file.words[Head.RESTORED] = found.step + 1
+            begun, *_ = found
+            self.begin_at(begun)
+            self._file.words[Head.RESTORED] = begun + 1
             if "home" not in plan:
                 self._copier.source = plan.get("own")
-                self._copier.protect_older_than(found.step)
+                self._copier.protect_older_than(begun)
         self._join_peers()
         return found
 
@@ -466,24 +401,21 @@ class Keeper:
         except Exception as error:
             self._refuse(step, repr(error), error)
             return None
-        is_exact = plan["exact"] and small is not None and not stale
-        found = Restored(plan, is_exact=is_exact, why_copied=kept.why_copied)
-        text = choice.describe(
-            step,
-            plan["lost"],
-            (len(plan["kept_by"]), plan["ranks"]),
-            found.behind,
-            why_copied=kept.why_copied,
-            folder=plan.get("folder", ""),
-            why=plan["why"],
-        )
+        folder: str = plan.get("folder", "")
+        chosen = choice.Choice.of_facts(plan).replaced(why_copied=kept.why_copied)
+        text = chosen.described(folder)
         for node, ranks in plan.get("from_partners", {}).items():
             verb = "restores" if len(ranks) == 1 else "restore"
             text += f"; {phrases.ranks_text(ranks, 4)} {verb} from the copy on node {node}"
         say_for_all(f"the training continues at {text}")
         if stale:
             say(f"this rank had not reached the end of step {step}; older than that is: {', '.join(stale)}")
-        return found
+        is_exact = plan["exact"] and small is not None and not stale
+        tier: Literal["memory", "peer", "disk"] = "disk" if folder else "memory"
+        if plan.get("partner") is not None:
+            # The node of a partner had a copy of this rank's state, because the rank's own node was lost.
+            tier = "peer"
+        return step, tier, is_exact, chosen.behind, bool(kept.why_copied), large["rank"]
 
     def _refuse(self, step: int, why: str, error: Exception) -> None:
         """Tell the user that this rank cannot load the copy of the step to which the training returns.

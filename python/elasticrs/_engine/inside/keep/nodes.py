@@ -22,7 +22,7 @@ from functools import partial
 from elasticrs._engine.inside.handover import Handover, Offer, Pace, in_chunks, take
 from elasticrs._engine.inside.keep import layout
 from elasticrs._engine.inside.keep.choice import Choice, Holding, choose, why_other
-from elasticrs._engine.inside.keep.file import KeepFile, OffError, round_up, sizes_as_text
+from elasticrs._engine.inside.keep.file import KeepFile, OffError, round_up, say, sizes_as_text
 from elasticrs._engine.inside.keep.layout import Head, Slot
 
 TYPE_CHECKING = False
@@ -69,9 +69,7 @@ class Agreement:
         self.is_restored = False
 
 
-def agree(
-    plan: Mapping[str, Any], file: KeepFile, other: int | None, say: Callable[[str], None]
-) -> Agreement:
+def agree(plan: Mapping[str, Any], file: KeepFile, other: int | None) -> Agreement:
     """Agree with the other nodes on the training step to restore. Download a copy of this step from another
     node if this node has none.
 
@@ -84,7 +82,7 @@ def agree(
     """
     facts = {**{name: plan[name] for name in _OF_NODE}, "other": other}
     facts["saved"] = plan["saved"] and plan["saved"]["facts"]
-    store = Store(say) if is_job_of_several_nodes() else None
+    store = Store() if is_job_of_several_nodes() else None
     own = int(os.environ["GROUP_RANK"]), int(os.environ["LOCAL_RANK"])
     try:
         choice = _choice(store, own, facts)
@@ -112,7 +110,7 @@ def agree(
             done |= {"folder": plan["saved"]["name"], "reader": plan["saved"]["reader"]}
             done |= plan["saved_own"] if step is not None else {}
         elif step is not None:
-            _add_copy(store, done, choice, own, file, say)
+            _add_copy(store, done, choice, own, file)
         return agreement
     except (OSError, KeyError, TypeError, ValueError, RuntimeError, OffError) as error:
         # End the attempt, because a rank that continued from another step would make the training wrong.
@@ -161,14 +159,13 @@ _OF_NODE = ("holdings", "partners", "has_peers", "barred_from", "refused", "rank
 
 class Store:
     """The store through which the process groups of this attempt connect. Values are stored as JSON.
-    ``say`` tells the user about a long wait. Stores with different names have separate keys.
+    The user is told about a long wait. Stores with different names have separate keys.
 
     Raises:
         OffError: a worker hosts the store, but the program has not connected its process groups yet.
     """
 
-    def __init__(self, say: Callable[[str], None] | None = None, name: str = "") -> None:
-        self._say = say
+    def __init__(self, name: str = "") -> None:
         from torch import distributed
 
         torch_distributed: Any = distributed  # Its annotations lack the names of its stores.
@@ -207,13 +204,10 @@ class Store:
         """Wait until all keys exist, and return their values."""
         from torch.distributed import DistStoreError
 
-        if self._say is not None:
-            try:
-                self._store.wait(list(keys), timedelta(seconds=_QUIET))
-            except DistStoreError:
-                self._say(
-                    "waiting for the other nodes, because the ranks of all nodes must call Keep.restore()"
-                )
+        try:
+            self._store.wait(list(keys), timedelta(seconds=_QUIET))
+        except DistStoreError:
+            say("waiting for the other nodes, because the ranks of all nodes must call Keep.restore()")
         self._store.wait(list(keys), timedelta(seconds=PATIENCE))
         return [json.loads(each) for each in self._store.multi_get(list(keys))]
 
@@ -390,7 +384,6 @@ def _add_copy(
     choice: Mapping[str, Any],
     own: tuple[int, int],
     file: KeepFile,
-    say: Callable[[str], None],
 ) -> None:
     """Add to the plan where the copy to restore is. Download it first if no file of this node has it."""
     group_rank, local_rank = own
@@ -432,7 +425,7 @@ def _offer(
     own: tuple[int, int],
     files: Sequence[KeepFile],
     bandwidth: float,
-    say: Callable[[str], None],
+    tell: Callable[[str], None],
 ) -> Handover:
     """Start a server for the copies in this rank's files, and publish its address for other nodes. The slots
     of the second file, which has copies of another node's rank, are numbered from :data:`.layout.SLOTS` on.
@@ -459,7 +452,7 @@ def _offer(
             yield pieces[part]
 
     near = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    handover = Handover(parts, near, lambda why: say(f"another node could not download a copy: {why}"))
+    handover = Handover(parts, near, lambda why: tell(f"another node could not download a copy: {why}"))
     host, port = handover.offer.address
     record = {"host": host, "port": port, "secret": handover.offer.secret}
     store.set(f"offer/{own[0]}/{own[1]}", record)

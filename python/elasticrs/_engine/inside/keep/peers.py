@@ -34,14 +34,14 @@ from time import monotonic
 
 from elasticrs._engine.inside.handover import MIN_RATE, without_signals
 from elasticrs._engine.inside.keep import layout
-from elasticrs._engine.inside.keep.file import KeepFile, OffError
+from elasticrs._engine.inside.keep.file import KeepFile, OffError, say
 from elasticrs._engine.inside.keep.layout import Head, Slot, SlotState
 from elasticrs._engine.inside.keep.nodes import is_intact, leave, offer_of, take_paced
 from elasticrs._engine.job import phrases
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
     from typing import Any
 
     from elasticrs._engine.inside.keep.nodes import Agreement, Store
@@ -132,7 +132,6 @@ class Peers:
             keys and values) through which they have agreed.
         file: the file in memory in which this rank keeps copies of its own state.
         schedule: says when this rank copies its state.
-        say: writes a line to the user.
         has_partners: true if nodes may keep copies of each other's states, as ``--keep-peers`` says.
     """
 
@@ -141,12 +140,11 @@ class Peers:
         agreement: Agreement,
         file: KeepFile,
         schedule: Schedule,
-        say: Callable[[str], None],
         *,
         has_partners: bool = True,
     ) -> None:
         assert agreement.store is not None
-        self._agreement, self._store, self._own, self._say = agreement, agreement.store, file, say
+        self._agreement, self._store, self._own = agreement, agreement.store, file
         self._rank, self._world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         self._schedule = schedule
         self._closed, self._has_ended = threading.Event(), threading.Event()
@@ -157,7 +155,7 @@ class Peers:
         """Downloads the copies of a rank of another node; ``None`` without ``--keep-peers``."""
         if nodes is not None:
             try:
-                self._partner = Partner(agreement.plan, nodes, file, self._store, self._closed, say)
+                self._partner = Partner(agreement.plan, nodes, file, self._store, self._closed)
             except OffError as error:
                 say(f"no copies of another node are kept here, so its state is lost with it: {error}")
         self._generations = schedule.begin_generations(agreement.plan["step"])
@@ -222,7 +220,7 @@ class Peers:
             reason += f" (the other nodes cannot be told: {another!r})"[:_MOST_TEXT]
         # The store may be lost with its node. Then the agent stops this process, and no line is needed.
         if not self._closed.wait(_QUIET):
-            self._say(f"this rank makes no more periodic copies, because {reason}")
+            say(f"this rank makes no more periodic copies, because {reason}")
 
     def _announce(self, number: int, *, is_whole: bool) -> bool:
         """Agree with all ranks on the next step to copy. Rank 0 chooses it. Return false if no further step
@@ -260,7 +258,7 @@ class Peers:
                 follows = f"the periodic copies of all ranks end{newest}"
             rank, reason = min(off.items(), key=lambda each: int(each[0]))
             why = reason if len(off) == 1 else f"of rank {rank}: {reason}"
-            self._say(f"{ranks} {verb} no copies any more ({why}): {follows}")
+            say(f"{ranks} {verb} no copies any more ({why}): {follows}")
         self._told_off = off
 
     def _compare(self, number: int, step: int | None) -> tuple[bool, list[int], bool]:
@@ -345,7 +343,7 @@ class Peers:
             if waits_for is not None and self._schedule.knows_pace():
                 late_at = late_at or monotonic() + _LATE
                 if monotonic() > late_at:
-                    self._say(f"no more periodic copies are made until {waits_for} ({_LATE:.0f} s so far)")
+                    say(f"no more periodic copies are made until {waits_for} ({_LATE:.0f} s so far)")
                     waits_for = None
 
 
@@ -359,7 +357,6 @@ class Partner:
         own: the file with this rank's own copies.
         store: the store in which the other rank has published the address of its server.
         closed: is set when the program ends.
-        say: writes a line to the user.
 
     Raises:
         OffError: the file for the downloads cannot be opened.
@@ -372,9 +369,8 @@ class Partner:
         own: KeepFile,
         store: Store,
         closed: threading.Event,
-        say: Callable[[str], None],
     ) -> None:
-        self._own, self._store, self._closed, self._say = own, store, closed, say
+        self._own, self._store, self._closed = own, store, closed
         self._memory: int = plan["memory"]
         # The minimum rate of a download. A slower one is aborted, because other nodes wait for it. A low
         # --keep-bandwidth lowers the minimum.
@@ -406,7 +402,7 @@ class Partner:
             if self._failures < _MOST_FAILURES:
                 self._store.add("failed", 1)
                 follows = "the copy before is kept here, and the next one is tried"
-            self._say(
+            say(
                 f"rank {self.rank}'s copy of step {step} cannot be downloaded from its node"
                 f" {self._source}: {error}; {follows}"
             )
