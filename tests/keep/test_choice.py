@@ -96,12 +96,12 @@ def test_each_rank_has_a_source_and_no_newer_step_would_do(found, world, barred_
     assert not [step for step in better if is_exact(step)]
     assert chosen.is_exact or not [step for step in better if step > chosen.step]
     assert chosen.sources.keys() == set(range(world))
-    for rank, (holder, index) in chosen.sources.items():
+    for rank, (holder, index, _) in chosen.sources.items():
         slot = found[holder].slots[index]
         assert slot.step == chosen.step
         assert not is_abandoned(slot, found)
         assert holder == rank or (chosen.is_replicated and rank not in chosen.kept_by)
-    assert len({found[holder].slots[index].layout for holder, index in chosen.sources.values()}) == 1 or (
+    assert len({found[holder].slots[index].layout for holder, index, _ in chosen.sources.values()}) == 1 or (
         not chosen.is_replicated
     )
 
@@ -126,7 +126,7 @@ def test_survivors_of_a_replicated_job_hand_their_copy_on():
         2: replicated([10, 12], ended=12),
     }
     chosen = choose(found, 3)
-    assert (chosen.step, chosen.sources) == (12, {0: (0, 1), 1: (2, 1), 2: (2, 1)})
+    assert (chosen.step, chosen.sources) == (12, {0: (0, 1, 0), 1: (2, 1, 0), 2: (2, 1, 0)})
     assert (chosen.lost, chosen.is_exact, chosen.why) == (0, True, "")
     assert chosen.line() == "can continue at step 12, copied at the failure by 2 of 3 ranks, 0 steps lost"
 
@@ -167,7 +167,7 @@ def test_copies_that_differ_are_not_shared():
         2: Holding(small=frozenset((12,)), ended=12, check=(2, 7))
     }
     assert choose(found, 3).step is None
-    assert choose({rank: found[rank] for rank in range(2)}, 2).sources == {0: (0, 0), 1: (1, 0)}
+    assert choose({rank: found[rank] for rank in range(2)}, 2).sources == {0: (0, 0, 0), 1: (1, 0, 0)}
 
 
 def test_ranks_that_exchange_their_states_now_and_then_have_no_replicated_state():
@@ -176,12 +176,12 @@ def test_ranks_that_exchange_their_states_now_and_then_have_no_replicated_state(
         1: Holding((KeptSlot(0, 5, digest=2),), frozenset((7,)), ended=6, check=(2, 7)),
     }
     chosen = choose(found, 2, was_replicated=True)
-    assert (chosen.step, chosen.sources) == (5, {0: (0, 0), 1: (1, 0)})
+    assert (chosen.step, chosen.sources) == (5, {0: (0, 0, 0), 1: (1, 0, 0)})
 
 
 def test_a_new_rank_of_a_replicated_job_is_behind():
     chosen = choose({0: replicated([5], ended=5)}, 2)
-    assert (chosen.step, chosen.sources, chosen.behind) == (5, {0: (0, 0), 1: (0, 0)}, (1,))
+    assert (chosen.step, chosen.sources, chosen.behind) == (5, {0: (0, 0, 0), 1: (0, 0, 0)}, (1,))
 
 
 def test_steps_of_an_abandoned_attempt_are_not_chosen():
@@ -326,7 +326,7 @@ def test_a_replica_of_a_part_serves_a_rank_without_a_copy(kept, chosen):
     found = {rank: sharded(steps, (17,), twins=TWINS[rank % 2]) for rank, steps in kept.items()}
     choice = choose(found, 4)
     assert choice.step == chosen
-    for rank, (holder, index) in choice.sources.items():
+    for rank, (holder, index, _) in choice.sources.items():
         assert holder % 2 == rank % 2
         assert found[holder].slots[index].step == chosen
 

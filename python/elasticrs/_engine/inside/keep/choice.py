@@ -145,8 +145,8 @@ class Choice(Value):
 
     Args:
         step: number of the step; ``None`` if no step can be restored.
-        sources: for each rank, where the copy is that it restores: the rank that made the copy, and the
-            number of the slot (region) in that rank's file.
+        sources: for each rank, where the copy is that it restores: the rank that made the copy, the number of
+            the slot (region) in that rank's file, and the sequence number of the copy.
         behind: ranks that have not recorded their random numbers and the like at the end of this step.
         kept_by: ranks that have a copy of this step.
         ranks: number of ranks of the attempt that has ended.
@@ -160,7 +160,7 @@ class Choice(Value):
     """
 
     step: int | None = None
-    sources: Mapping[int, tuple[int, int]] = fresh(factory=dict)
+    sources: Mapping[int, tuple[int, int, int]] = fresh(factory=dict)
     behind: tuple[int, ...] = ()
     kept_by: tuple[int, ...] = ()
     _: KW_ONLY
@@ -171,6 +171,24 @@ class Choice(Value):
     why: str = ""
     folder: str = ""
     has_folder: bool = False
+
+    def copies(self, places: Mapping[int, str]) -> list[tuple[str, int, int]]:
+        """Return where those copies are that together contain the whole state: the copies of all ranks, or of
+        one rank if all ranks have the same state. For each copy, return its file, slot and sequence number.
+        ``places`` has the file of each rank.
+        """
+        holders = [self.sources[rank] for rank in sorted(self.sources)]
+        return [
+            (places[rank], slot, sequence)
+            for rank, slot, sequence in holders[: 1 if self.is_replicated else None]
+        ]
+
+    def plan_of(self, rank: int, places: Mapping[int, str]) -> dict[str, Any]:
+        """Return the part of the agent's plan that says where the copy is that ``rank`` restores. ``places``
+        has the file of each rank.
+        """
+        holder, slot, sequence = self.sources.get(rank) or self.sources[min(self.sources)]
+        return {"file": places[holder], "slot": slot, "rank": holder, "sequence": sequence}
 
     def facts(self) -> dict[str, Any]:
         """Return those fields of this choice that the agent writes into the plan for its workers."""
@@ -354,9 +372,9 @@ def is_replicated(holdings: Mapping[int, Holding], was_replicated: bool) -> bool
 
 def _sources(
     found: Mapping[int, Holding], world: int, step: int, *, is_replicated: bool
-) -> tuple[dict[int, tuple[int, int]] | None, str]:
-    """Return for each rank the rank and the slot whose copy of this step it restores. If a rank has no such
-    copy, return ``None`` and the reason.
+) -> tuple[dict[int, tuple[int, int, int]] | None, str]:
+    """Return :attr:`Choice.sources` of this step. If a rank has no copy to restore, return ``None`` and the
+    reason.
     """
     kept = {rank: slot for rank in found if (slot := found[rank].slot_of(step)) is not None}
     if is_replicated and len({slot.layout for slot in kept.values()}) > 1:
@@ -366,7 +384,7 @@ def _sources(
     if is_replicated and (is_declared or len({slot.digest for slot in kept.values()}) == 1):
         holders = sorted(kept)
         takes = {rank: rank if rank in kept else holders[rank % len(holders)] for rank in range(world)}
-        return {rank: (holder, kept[holder].index) for rank, holder in takes.items()}, ""
+        return {rank: _place(holder, kept[holder]) for rank, holder in takes.items()}, ""
     takes = {rank: rank for rank in kept}
     for rank in range(world):
         holders = [each for each in kept if rank not in kept and found[each].has_same_part(rank)]
@@ -374,12 +392,16 @@ def _sources(
         if len({(kept[each].attempt, kept[each].layout, kept[each].digest) for each in holders}) == 1:
             takes[rank] = holders[0]
     if takes.keys() == set(range(world)) >= found.keys():
-        return {rank: (takes[rank], kept[takes[rank]].index) for rank in range(world)}, ""
+        return {rank: _place(takes[rank], kept[takes[rank]]) for rank in range(world)}, ""
     if world != len(found):
         part = "each rank may have kept only a part of the state"
         return None, f"{len(found)} ranks kept step {step}, now there are {world}, and {part}"
     lacking = [rank for rank in range(world) if rank not in takes]
     return None, f"{phrases.ranks_text(lacking, 4)} had no copy of step {step}"
+
+
+def _place(holder: int, slot: KeptSlot) -> tuple[int, int, int]:
+    return holder, slot.index, slot.sequence
 
 
 def _why_not_newer(holdings: Mapping[int, Holding], ended: int) -> str:

@@ -310,7 +310,7 @@ def chosen(found: Sequence[Mapping[str, Any]], world: int) -> dict[str, Any]:
         "ranks": ranks,
         "replicated": choice.is_replicated,
         "where": where,
-        "sources": {str(rank): holder for rank, (holder, _) in choice.sources.items()},
+        "sources": {str(rank): holder for rank, (holder, *_) in choice.sources.items()},
         "from_partners": from_partners,
     }
 

@@ -187,7 +187,7 @@ def open_copies(readable: Mapping[str, Any], own: KeepFile | None = None) -> lis
     copies: Sequence[tuple[str, int, int]]
     if "folder" in readable:
         found = newest(readable["folder"])
-        copies = found.copies() if found is not None and found.step == step else []
+        copies = found.saved.copies(found.places) if found is not None and found.step == step else []
     else:
         copies = readable["copies"]
     if not copies:
@@ -223,7 +223,7 @@ def export_saved(folders: Sequence[str], out: str) -> int:
         raise FileNotFoundError(f"{', '.join(folders)}: there is no saved state")
     if os.path.exists(out):
         raise FileExistsError(f"{out} exists")
-    reader = Reader(open_copies({"step": found.step, "copies": found.copies()}), 0)
+    reader = Reader(open_copies({"step": found.step, "copies": found.saved.copies(found.places)}), 0)
     state: dict[str, Any] = {}
     make_planner: Any = _EmptyStateDictLoadPlanner  # The class has no annotations.
     _load_state_dict(state, reader, planner=make_planner(), no_dist=True)

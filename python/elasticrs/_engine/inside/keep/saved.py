@@ -61,15 +61,12 @@ class Saved(Value):
         saved: the training step of the state, and what else is known about it. It applies to a job with as
             many ranks as have saved the state.
         places: for each rank, the saved file with its copies, as ``{mark}:{path}`` (see :mod:`.layout`).
-        sources: for each rank, the copy that it restores: the rank that made the copy, the slot (a region of
-            that rank's file), and the sequence number of the copy.
         own: for each rank that has itself copied this step, the slot with this copy in its file.
     """
 
     name: str
     saved: Choice
     places: Mapping[int, str]
-    sources: Mapping[int, tuple[int, int, int]]
     own: Mapping[int, int]
 
     @property
@@ -89,22 +86,10 @@ class Saved(Value):
         behind = (*(rank for rank in self.saved.behind if rank < world), *range(old, world))
         return self.saved.replaced(behind=behind, lost=0, why="", folder=self.name)
 
-    def copies(self) -> list[tuple[str, int, int]]:
-        """Return where those copies are that together contain the whole state: the copies of all ranks, or of
-        one rank if all ranks have the same state. For each copy, return its file, slot and sequence number.
-        """
-        holders = [self.sources[rank] for rank in sorted(self.sources)]
-        return [
-            (self.places[rank], slot, sequence)
-            for rank, slot, sequence in holders[: 1 if self.saved.is_replicated else None]
-        ]
-
     def plan_of(self, rank: int) -> dict[str, Any]:
         """Return the part of the agent's plan (what a worker is to restore) that differs between ranks."""
-        holder, slot, sequence = self.sources.get(rank) or self.sources[min(self.sources)]
-        place = {"file": self.places[holder], "slot": slot, "rank": holder, "sequence": sequence}
         own = {"home": self.places[rank], "own": self.own.get(rank)} if rank in self.places else {}
-        return {"large": place, "own": None, **own}
+        return {"large": self.saved.plan_of(rank, self.places), "own": None, **own}
 
 
 def save(
@@ -347,14 +332,14 @@ def _chosen(parts: Sequence[str]) -> Saved:
     slots = {rank: slot for rank, each in holdings.items() if (slot := each.slot_of(choice.step)) is not None}
     own = {rank: slot.index for rank, slot in slots.items()}
     sources = {
-        rank: (holder, own[holder], slots[holder].sequence)
-        for rank, (holder, _) in choice.sources.items()
-        if own[holder] in whole[holder] and _has_copy(places[holder], own[holder], choice.step)
+        rank: (holder, slot, sequence)
+        for rank, (holder, slot, sequence) in choice.sources.items()
+        if slot in whole[holder] and _has_copy(places[holder], slot, choice.step)
     }
     needed = range(1 if choice.is_replicated else world)
     if len(sources) < len(needed):
         raise ValueError(f"{name} has no complete copy of step {choice.step}")
-    return Saved(name, choice.replaced(ranks=world), places, sources, own)
+    return Saved(name, choice.replaced(ranks=world, sources=sources), places, own)
 
 
 def _record(part: str) -> dict[str, Any]:

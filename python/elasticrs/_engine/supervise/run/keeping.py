@@ -92,7 +92,8 @@ class Keeping:
         self._world = plan.ranks[0].world_size
         if holdings and not self._may_have_several_nodes:
             self._choose(holdings, self._world)
-        choice = self._choice
+        # The files are in the order of local ranks, and so are the holdings.
+        choice, places = self._choice, dict(zip(holdings, files.places, strict=False))
         saved = self._saved() if choice is None or choice.step is None else None
         if saved is not None and not self._may_have_several_nodes:
             choice = saved.choice(self._world)
@@ -112,7 +113,7 @@ class Keeping:
         }
         if choice is not None:
             shared |= choice.facts()
-            shared["reader"] = _readable(choice, holdings, files, saved)
+            shared["reader"] = _readable(choice, places, saved)
             shared["folder"] = choice.folder
         newest = None if choice is None else choice.step
         self._awaits_agreement = bool(holdings) and self._may_have_several_nodes
@@ -147,7 +148,7 @@ class Keeping:
         own: dict[int, dict[str, PlanValue]] = {
             place: {
                 "rank": str(rank),
-                **({} if choice is None else _own(choice, rank, holdings, files, saved)),
+                **({} if choice is None else _own(choice, rank, holdings, places, saved)),
                 **({"saved_own": saved.plan_of(rank)} if saved and self._may_have_several_nodes else {}),
             }
             for place, rank in self._ranks.items()
@@ -358,26 +359,17 @@ class Keeping:
         self._say(KEEP_OFF.format(error.strerror or error))
 
 
-def _readable(
-    choice: Choice, holdings: Mapping[int, Holding], files: KeepFiles, saved: Saved | None
-) -> PlanValue:
+def _readable(choice: Choice, places: Mapping[int, str], saved: Saved | None) -> PlanValue:
     """Return what ``Keep.reader`` needs: the chosen step, and where the copies are that together have the
-    whole state: those of all ranks, or that of one rank if all ranks have the same state. Return ``None`` if
-    no step can be restored.
+    whole state. Return ``None`` if no step can be restored. ``places`` has the file of each rank.
     """
     if saved is not None:
-        return {"step": saved.step, "copies": saved.copies()}
-    if choice.step is None:
-        return None
-    copies: list[PlanValue] = []
-    for holder, index in [*choice.sources.values()][: 1 if choice.is_replicated else None]:
-        (slot,) = (slot for slot in holdings[holder].slots if slot.index == index)
-        copies.append([files.places[[*holdings].index(holder)], index, slot.sequence])
-    return {"step": choice.step, "copies": copies}
+        choice, places = saved.saved, saved.places
+    return None if choice.step is None else {"step": choice.step, "copies": choice.copies(places)}
 
 
 def _own(
-    choice: Choice, rank: int, holdings: Mapping[int, Holding], files: KeepFiles, saved: Saved | None
+    choice: Choice, rank: int, holdings: Mapping[int, Holding], places: Mapping[int, str], saved: Saved | None
 ) -> dict[str, PlanValue]:
     """Return the part of the plan (in which the agent tells a worker what to restore) that differs between
     ranks. ``large`` tells the file and slot (region) with the parameters and optimizer state that the rank
@@ -387,15 +379,8 @@ def _own(
         return {"large": None, "own": None}
     if saved is not None:
         return saved.plan_of(rank)
-    holder, index = choice.sources[rank]
-    slots = {slot.index: slot for slot in holdings[holder].slots}
-    holding = holdings.get(rank)
-    own = None if holding is None else holding.slot_of(choice.step)
-    place = files.places[[*holdings].index(holder)]
-    return {
-        "large": {"file": place, "slot": index, "rank": holder, "sequence": slots[index].sequence},
-        "own": None if own is None else own.index,
-    }
+    own = holdings[rank].slot_of(choice.step) if rank in holdings else None
+    return {"large": choice.plan_of(rank, places), "own": None if own is None else own.index}
 
 
 def _why_off(job: JobSpec) -> str | None:
