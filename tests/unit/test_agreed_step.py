@@ -13,9 +13,9 @@ from elasticrs._engine.supervise.run import agreed_step
 from elasticrs._engine.supervise.run.agreed_step import (
     AgreedSteps,
     Delivery,
-    Progress,
+    NodeSteps,
+    RankSteps,
     Send,
-    Standing,
     common_step,
     look,
     progress,
@@ -27,31 +27,35 @@ from elasticrs._engine.workers.plan import MemoryFiles
 @given(newest=st.integers(2, 1 << 40), nodes=st.lists(st.lists(st.booleans(), min_size=1), min_size=1))
 def test_the_chosen_step_is_the_first_that_no_rank_has_passed(newest, nodes):
     steps = [[newest - is_behind for is_behind in node] for node in nodes]
-    found = [progress({rank: Standing(True, each) for rank, each in enumerate(node)}, 10.0) for node in steps]
+    found = [
+        progress({rank: RankSteps(True, each) for rank, each in enumerate(node)}, 10.0) for node in steps
+    ]
     assert common_step(found) == max(map(max, steps)) + 1
 
 
 @given(nodes=st.lists(st.lists(st.integers(1, 9), min_size=1), min_size=1))
 def test_a_step_is_chosen_if_and_only_if_all_ranks_train_in_step(nodes):
-    found = [progress({rank: Standing(True, each) for rank, each in enumerate(node)}, 10.0) for node in nodes]
+    found = [
+        progress({rank: RankSteps(True, each) for rank, each in enumerate(node)}, 10.0) for node in nodes
+    ]
     chosen = common_step(found)
     assert isinstance(chosen, int) == (max(map(max, nodes)) - min(map(min, nodes)) <= 1)
     assert isinstance(chosen, int) or chosen.why
 
 
 def test_no_step_is_chosen_if_a_rank_has_made_none_or_a_node_cannot_wait():
-    found = progress({0: Standing(True, 4), 1: Standing(False, 0)}, 10.0)
+    found = progress({0: RankSteps(True, 4), 1: RankSteps(False, 0)}, 10.0)
     assert isinstance(found, Send)
     assert "local rank 1" in found.why
-    refused = common_step([Progress(4, 5), None])
+    refused = common_step([NodeSteps(4, 5), None])
     assert isinstance(refused, Send)
     assert refused.why
 
 
 @given(at=st.floats(0, 100), duration=st.floats(0, 100), until=st.floats(100, 200))
 def test_no_step_is_chosen_that_cannot_end_in_time(at, duration, until):
-    found = progress({0: Standing(True, 5, at, duration), 1: Standing(True, 5, at, duration)}, until)
-    assert isinstance(found, Progress) == (at + duration <= until)
+    found = progress({0: RankSteps(True, 5, at, duration), 1: RankSteps(True, 5, at, duration)}, until)
+    assert isinstance(found, NodeSteps) == (at + duration <= until)
 
 
 @given(
@@ -60,7 +64,7 @@ def test_no_step_is_chosen_that_cannot_end_in_time(at, duration, until):
     is_over=st.booleans(),
 )
 def test_a_signal_waits_for_all_ranks_but_not_for_ever(ready, missed, is_over):
-    seen = {rank: Standing(True, 5, ready=number) for rank, number in enumerate(ready)}
+    seen = {rank: RankSteps(True, 5, ready=number) for rank, number in enumerate(ready)}
     seen[0] = seen[0].replaced(missed=missed)
     found = look(seen, 4, is_over=is_over)
     if missed != 4 and set(ready) == {4}:

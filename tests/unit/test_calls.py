@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elasticrs._engine.nodes.calls import MAX_ANSWER, Calls, Place
+from elasticrs._engine.nodes.calls import MAX_ANSWER, Calls, RoundPlace
 from elasticrs._engine.nodes.protocol.records import Keys, encode
 from elasticrs._engine.nodes.transport.coordination import DeletePrefix, Put, Txn, Unwatch, Watch
 from elasticrs._engine.supervise.run.agreed_step import Delivery
@@ -34,7 +34,7 @@ class Job:
     def _agent(self, rank):
         calls = Calls(
             lambda request: self._execute(rank, request),
-            *(KEYS, f"agent{rank}", f"node{rank}", lambda: Place(self.round, rank, NODES)),
+            *(KEYS, f"agent{rank}", f"node{rank}", lambda: RoundPlace(self.round, rank, NODES)),
             lambda name, _seconds: self.timers.append((rank, name)),
         )
         calls.serve = lambda order, answer: self.served.append((rank, order, answer))

@@ -102,7 +102,7 @@ class Memory:
         return sum(processes[pid] for pid in others)
 
 
-class Calls:
+class NvmlThreads:
     """Two threads that call NVML, because a call may hang. One handles ``requests``, a queue of pairs (a name
     and a number). The other waits for NVML's events. The threads must not call the methods of ``watch``
     themselves, so they put such calls, as functions, into the queue ``results`` for the main thread. ``fd``
@@ -247,7 +247,7 @@ class GpuWatch:
         self._unread = b""
         self._has_failed = False
         self._log = _open_log(kernel_log)
-        self._calls = Calls(self, self._workers)
+        self._calls = NvmlThreads(self, self._workers)
         self._poll.register(self._calls.fd, select.POLLIN)
 
     def run(self) -> None:

@@ -25,7 +25,7 @@ _PROOFS = {
 """Return values of NVML functions that prove that a GPU cannot be used, with the reason for users."""
 
 
-class Findings:
+class GpuFindings:
     """Results of the check so far. ``remarks`` are facts that do not make a GPU unfit."""
 
     def __init__(self) -> None:
@@ -115,7 +115,7 @@ def main() -> int:
     """Return 1 if a GPU is unfit, otherwise 0. If an NVML call hangs, exit the process.
     Raise :class:`NoAnswerError` if NVML cannot be used, and no GPU has been found unfit.
     """
-    findings = Findings()
+    findings = GpuFindings()
     call = BackgroundCall(findings.collect)
     has_answered = call.wait(LIMIT)
     problems = []

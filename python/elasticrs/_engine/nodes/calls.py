@@ -51,7 +51,7 @@ _MAX_SERVED = 64
 """Number of other agents' latest requests that an agent remembers, to carry out none of them twice."""
 
 
-class Place(Value):
+class RoundPlace(Value):
     """Place of this node in a round, an attempt of all nodes to run the job: the number of the round, the
     group rank of the node, and the number of nodes.
     """
@@ -86,7 +86,7 @@ class Calls:
         keys: Keys,
         agent: str,
         node: str,
-        find_place: Callable[[], Place | None],
+        find_place: Callable[[], RoundPlace | None],
         arm: Callable[[str, float], None],
     ) -> None:
         self._send, self._keys, self._agent, self._node = send, keys, agent, node

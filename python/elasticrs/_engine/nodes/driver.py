@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from typing import Any
 
     from elasticrs import _core
-    from elasticrs._engine.nodes.calls import Calls, Place, Serve
+    from elasticrs._engine.nodes.calls import Calls, RoundPlace, Serve
     from elasticrs._engine.nodes.hosting import Hosting
     from elasticrs._engine.nodes.protocol.messages import Action, Event, LoopAction
     from elasticrs._engine.nodes.protocol.rendezvous import Rendezvous
@@ -248,8 +248,8 @@ class Driver:
             self._calls.serve = self.serve
         return self._calls
 
-    def _place(self) -> Place | None:
-        from elasticrs._engine.nodes.calls import Place
+    def _place(self) -> RoundPlace | None:
+        from elasticrs._engine.nodes.calls import RoundPlace
 
         link = None if self._member is None else self._member.link
         if link is None or link.head is None or link.slot is None:
@@ -257,7 +257,7 @@ class Driver:
         head, slot = link.head, link.slot
         if (slot.round, slot.form) != (head.round, head.form):
             return None
-        return Place(head.round, slot.group_rank, head.size)
+        return RoundPlace(head.round, slot.group_rank, head.size)
 
     def claim_drain(self, *, stays_out: bool, take: Callable[[bool | None], bool]) -> None:
         """Record in the store that ``elasticctl`` drains this node (removes it from the job) in the running

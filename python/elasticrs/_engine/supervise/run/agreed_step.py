@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from elasticrs._engine.workers.keep_files import KeepFiles
 
     Tell: TypeAlias = Callable[["Delivery"], object]
-    Exchange: TypeAlias = Callable[["Progress | None"], "list[Progress | None]"]
+    Exchange: TypeAlias = Callable[["NodeSteps | None"], "list[NodeSteps | None]"]
 
 LONGEST_HOLD = 10.0
 """Maximum seconds for which a stop signal is held back. A third of ``--shutdown-timeout`` if that is less."""
@@ -86,7 +86,7 @@ class Delivery(Value):
     paused: float = 0.0
 
 
-class Standing(Value):
+class RankSteps(Value):
     """What a worker has written about its training steps, into the file that it shares with the agent.
 
     Args:
@@ -112,13 +112,13 @@ class Standing(Value):
     paused: float = 0.0
 
     @classmethod
-    def of(cls, words: tuple[int, ...]) -> Standing:
+    def of(cls, words: tuple[int, ...]) -> RankSteps:
         owner, steps, at, duration, ready, missed, ready_at, paused = words
         sane = steps if steps < _SANE_STEPS else 0
         return cls(owner != 0, sane, at / 1e9, duration / 1e9, ready, missed, ready_at / 1e9, paused / 1e9)
 
 
-class Progress(Value):
+class NodeSteps(Value):
     """Numbers of training steps that the slowest and the fastest rank of a node have ended."""
 
     least: int
@@ -133,7 +133,7 @@ class Send(Value):
     why: str = ""
 
 
-def progress(seen: Mapping[int, Standing], until: float) -> Progress | Send:
+def progress(seen: Mapping[int, RankSteps], until: float) -> NodeSteps | Send:
     """Return how many steps the ranks of this node have ended, or the decision to send the signal now,
     because they cannot wait for a common step. Call this when each rank either waits at the end of a step, or
     will see there that the agent asks for that. ``seen``: what the ranks have written, by local rank.
@@ -147,10 +147,10 @@ def progress(seen: Mapping[int, Standing], until: float) -> Progress | Send:
     if longest.at + longest.duration > until:
         return Send(f"a step takes {longest.duration:.3g} s")
     steps = [each.steps for each in seen.values()]
-    return Progress(min(steps), max(steps))
+    return NodeSteps(min(steps), max(steps))
 
 
-def common_step(nodes: Sequence[Progress | None]) -> int | Send:
+def common_step(nodes: Sequence[NodeSteps | None]) -> int | Send:
     """Choose the number of steps after which all ranks get the signal, or decide to send it now because there
     is no such number. ``nodes``: how many steps the ranks of each node have ended; ``None`` for a node whose
     ranks cannot wait for a step.
@@ -165,8 +165,8 @@ def common_step(nodes: Sequence[Progress | None]) -> int | Send:
 
 
 def exchange(
-    open_store: Callable[[], Store], rank: int, size: int, name: str, own: Progress | None
-) -> list[Progress | None]:
+    open_store: Callable[[], Store], rank: int, size: int, name: str, own: NodeSteps | None
+) -> list[NodeSteps | None]:
     """Tell the other nodes how many steps the ranks of this node have ended. Return what all nodes have told.
     Block for at most some seconds. The nodes use the store of their round (an attempt of all nodes).
 
@@ -203,10 +203,10 @@ def exchange(
             store.compare_set(counter, before, str(generation + 1))
     finally:
         store.close()
-    return [None if answer == b"off" else Progress(*map(int, answer.split())) for answer in answers]
+    return [None if answer == b"off" else NodeSteps(*map(int, answer.split())) for answer in answers]
 
 
-def look(seen: Mapping[int, Standing], number: int, *, is_over: bool) -> Send | None:
+def look(seen: Mapping[int, RankSteps], number: int, *, is_over: bool) -> Send | None:
     """Decide whether to send the signal now. The step after which the ranks get it is chosen already. Return
     ``None`` to wait for more ranks. ``seen``: what the running workers have written, by local rank.
     ``number``: the agent's request. ``is_over``: true if the signal must not be held back any longer.
@@ -280,8 +280,8 @@ class AgreedSteps:
         now = time.monotonic()
         request = _Request(signum, now, hold, send, tell)
         request.exchange = exchange
-        standings = self._standings()
-        if not self._may_help(signum, standings):
+        steps = self._rank_steps()
+        if not self._may_help(signum, steps):
             self._deliver(request, Send())
             return
         self._number += 1
@@ -292,28 +292,28 @@ class AgreedSteps:
         self._write(Agreed.STATE, AgreedState.WAIT)
         self._open, self._reset_at, self.is_asking = request, None, True
 
-    def _may_help(self, signum: int, standings: Mapping[int, Standing]) -> bool:
+    def _may_help(self, signum: int, steps: Mapping[int, RankSteps]) -> bool:
         """Return true if the moment of the signal matters to a rank: if the job trains, and the rank handles
         the signal or keeps copies of its training state in memory.
         """
         files = self._find_files()
-        if files is None or not any(each.is_training for each in standings.values()):
+        if files is None or not any(each.is_training for each in steps.values()):
             return False
-        if any(map(files.has_joined, standings)):
+        if any(map(files.has_joined, steps)):
             return True
         pids = self._running()
-        return any(self._handles(pids[rank], signum) for rank in standings)
+        return any(self._handles(pids[rank], signum) for rank in steps)
 
     def seconds_left(self) -> float:
         """Do what is due for a signal that is held back. Return the seconds until the next call is needed."""
         request, now = self._open, time.monotonic()
         if request is None:
             return self._reset(now)
-        standings = self._standings()
+        steps = self._rank_steps()
         if request.step is None:
             if now - request.asked < _SETTLE:
                 return _SETTLE
-            chosen = self._choose(request, standings)
+            chosen = self._choose(request, steps)
             if chosen is None and now - request.asked < _EXCHANGE_LIMIT + _SLACK:
                 return _TICK
             if isinstance(chosen, int):
@@ -323,22 +323,22 @@ class AgreedSteps:
                 return _TICK
             decision = chosen or Send("another node does not answer")
         else:
-            if any(each.ready == self._number for each in standings.values()):
+            if any(each.ready == self._number for each in steps.values()):
                 request.until = min(request.until, (request.first_ready or now) + _STALL)
                 request.first_ready = request.first_ready or now
-            found = look(standings, self._number, is_over=now >= request.until)
+            found = look(steps, self._number, is_over=now >= request.until)
             if found is None:
                 return _TICK if now - request.asked < _SOON else _LATER_TICK
             decision = found
         self._deliver(request, decision)
         return self._reset(now)
 
-    def _choose(self, request: _Request, standings: Mapping[int, Standing]) -> int | Send | None:
+    def _choose(self, request: _Request, steps: Mapping[int, RankSteps]) -> int | Send | None:
         """Choose the step after which all ranks get the signal, if necessary together with the other nodes.
         Return ``None`` until all nodes have answered, and :class:`Send` if there is no such step.
         """
         if request.call is None:
-            own = progress(standings, request.until)
+            own = progress(steps, request.until)
             if request.exchange is None:
                 return own if isinstance(own, Send) else common_step([own])
             told = None if isinstance(own, Send) else own
@@ -380,7 +380,7 @@ class AgreedSteps:
         step = request.step if was_open and not decision.why else None
         paused = 0.0
         if step is not None:
-            stood = [now - each.ready_at + each.paused for each in self._standings().values()]
+            stood = [now - each.ready_at + each.paused for each in self._rank_steps().values()]
             paused = min(waited, max(stood, default=0.0))
         if was_open:
             self._write(Agreed.STATE, AgreedState.NONE if decision.why else AgreedState.SENT)
@@ -401,9 +401,9 @@ class AgreedSteps:
         self._write(Agreed.STATE, AgreedState.NONE)
         return float("inf")
 
-    def _standings(self) -> dict[int, Standing]:
+    def _rank_steps(self) -> dict[int, RankSteps]:
         files = self._find_files()
-        return {} if files is None else {rank: Standing.of(files.steps_of(rank)) for rank in self._running()}
+        return {} if files is None else {rank: RankSteps.of(files.steps_of(rank)) for rank in self._running()}
 
     def _write(self, word: int, *values: int) -> None:
         if (files := self._find_files()) is not None:

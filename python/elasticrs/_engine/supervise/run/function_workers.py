@@ -19,7 +19,7 @@ from elasticrs._engine.supervise.run.workers import Leftovers, Workers
 from elasticrs._engine.workers.event_log import Adopted
 from elasticrs._engine.workers.functions import keeper
 from elasticrs._engine.workers.functions.function_process import command_line
-from elasticrs._engine.workers.functions.start_methods import BY_METHOD, PATIENCE, Functions, Kept
+from elasticrs._engine.workers.functions.start_methods import BY_METHOD, PATIENCE, ForkedByKeeper, Functions
 from elasticrs._engine.workers.process import (
     adopt,
     end_at_once,
@@ -204,8 +204,8 @@ class KeptWorkers(FunctionWorkers):
         return super().specs(paths, environments)
 
     @property
-    def _kept(self) -> Kept | None:
-        return self._start if isinstance(self._start, Kept) else None
+    def _kept(self) -> ForkedByKeeper | None:
+        return self._start if isinstance(self._start, ForkedByKeeper) else None
 
     def started(self, supervisor: Supervisor, attempt: Attempt) -> None:
         self._supervisor, self._attempt = supervisor, attempt
@@ -226,7 +226,7 @@ class KeptWorkers(FunctionWorkers):
         else:
             kept.fd_ready(fd)
 
-    def _take_in(self, supervisor: Supervisor, kept: Kept) -> None:
+    def _take_in(self, supervisor: Supervisor, kept: ForkedByKeeper) -> None:
         """Add the workers to the supervised process group, and then let the workers run."""
         attempt = self._attempt
         if attempt is None or self._was_stopped:
@@ -286,7 +286,7 @@ class KeptWorkers(FunctionWorkers):
             kept.begin_end(keeper.LEAVE if linger is None else linger)
             supervisor.watch_fd(kept.keeper_pidfd)
 
-    def _finish(self, kept: Kept, patience: float = PATIENCE) -> None:
+    def _finish(self, kept: ForkedByKeeper, patience: float = PATIENCE) -> None:
         self._start = self._supervisor = None
         kept.finish(patience)
         was_stopped = self._phase is _Phase.SUCCEEDED and self._was_stopped

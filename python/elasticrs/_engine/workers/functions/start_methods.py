@@ -157,7 +157,7 @@ class Spawn(FunctionStart):
         return specs
 
 
-class Kept(FunctionStart):
+class ForkedByKeeper(FunctionStart):
     """Start method in which a :mod:`keeper <.keeper>` forks the functions' processes and is their parent. It
     writes their exit statuses to the pipes ``statuses`` (by local rank). ``keeper_pidfd`` becomes readable
     when the keeper and all its processes have exited. :meth:`finish` stores which processes the keeper had to
@@ -341,7 +341,7 @@ class Kept(FunctionStart):
         return keeper.WorkerPlan(run, *files, functions.cpus_of(rank), status, kept)
 
 
-class Fork(Kept):
+class Fork(ForkedByKeeper):
     """Runs functions in forks of this process. Arguments can have any type, because they are not pickled."""
 
     def _start_keeper(self, statuses: list[int], control: int, gate: int) -> int:
@@ -392,7 +392,7 @@ class Fork(Kept):
             os.close(pipe.reader)
 
 
-class ForkServer(Kept):
+class ForkServer(ForkedByKeeper):
     """Start method: a new interpreter imports multiprocessing's preload modules and forks each process."""
 
     def _start_keeper(self, statuses: list[int], control: int, gate: int) -> int:
