@@ -599,6 +599,54 @@ def test_the_watch_shows_the_job_on_the_terminal_and_its_keys_act(start, sockets
     assert asked("status", "--watch")[0] in (2, 4)
 
 
+MOVES = """
+import os, signal
+from elasticrs._engine.inside.flight import answer_with_record
+
+signalled = []
+signal.signal(signal.SIGUSR1, lambda *_: signalled.append(1))
+answer_with_record()
+
+def first():
+    os.write(1, f"here {os.environ['RANK']} {os.getpid()}.\\n".encode())
+    while not signalled:
+        signal.pause()
+
+def second():
+    while True:
+        signal.pause()
+
+first()
+second()
+"""
+
+
+def test_the_watch_renews_what_a_key_has_shown_and_asks_before_it_acts(start, sockets):
+    job = start(source=MOVES, nproc=1)
+    terminal = Terminal("status", "--watch", sockets=sockets)
+    terminal.until("t stacks")
+    terminal.type("t")
+    terminal.until("first (worker.py:")
+    os.kill(status_of(sockets, job)["workers"][0]["pid"], signal.SIGUSR1)
+    terminal.until("second (worker.py:")
+    terminal.type("c")
+    terminal.until("checkpoint this job?")
+    terminal.type("y")
+    terminal.until("SIGUSR1 sent to 1 rank")
+    terminal.type("d")
+    terminal.until("which node leaves the job? _")
+    terminal.type("n12\x7f")
+    terminal.until("which node leaves the job? n1_")
+    terminal.type("\n")
+    terminal.until("this job has no other node that could continue")
+    terminal.type("dq")
+    terminal.until("which node leaves the job? q_")
+    terminal.type("\x1bsy")
+    terminal.until("has ended: stopped")
+    assert job.wait() == 1
+    assert terminal.end() == (0, True)
+
+
 def test_the_watch_of_a_job_that_fails_tells_the_cause(start, sockets):
     job = start(source=WAITS + "raise ValueError('on request')", nproc=1)
     terminal = Terminal("status", "--watch", sockets=sockets)

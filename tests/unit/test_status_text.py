@@ -387,7 +387,7 @@ def test_the_version_is_told(capsys):
 def test_a_key_explains_the_keys(key):
     watch = Watch(None, status([]))
     watch._on_key(key)
-    assert [line.split()[0] for line in watch._below] == list("tlrshq")
+    assert [line.split()[0] for line in watch._below] == list("tlcdrshq")
 
 
 def test_one_node_continues_and_several_continue():

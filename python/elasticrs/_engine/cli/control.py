@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from elasticrs._engine.cli.control_client import (
     ANSWER_LIMIT,
+    SIGNAL_LIMIT,
     Outcome,
     Problem,
     choose,
@@ -34,10 +35,6 @@ if TYPE_CHECKING:
 
 _LOOK = 0.2
 """Seconds between two looks at log files, or at the status during a restart."""
-
-
-_SIGNAL_LIMIT = 90.0
-"""Maximum seconds to wait until the ranks have got the signal to save or stop. Agents send it within 60 s."""
 
 
 def run(args: Sequence[str]) -> int:
@@ -204,7 +201,7 @@ def _end(options: argparse.Namespace, agent: Agent, order: dict[str, Any], told:
     """Send an order after which the agent ends, such as ``stop``. Wait for the agent's end, and tell it."""
     with _agent_end(agent) as end:
         try:
-            code = _obey(agent, order, _SIGNAL_LIMIT)
+            code = _obey(agent, order, SIGNAL_LIMIT)
         except Problem:
             # An agent that ends early does not answer. So look whether it has ended.
             if not select.select([end], [], [], ANSWER_LIMIT)[0]:
@@ -230,7 +227,7 @@ def _stacks(options: argparse.Namespace) -> int:
 
 def _checkpoint(options: argparse.Namespace) -> int:
     agent, _ = _chosen(options)
-    return _obey(agent, {"do": "checkpoint"}, _SIGNAL_LIMIT)
+    return _obey(agent, {"do": "checkpoint"}, SIGNAL_LIMIT)
 
 
 def _restart(options: argparse.Namespace) -> int:
@@ -244,7 +241,7 @@ def _meet_again(
     """Send an order that restarts the workers, and wait until they run (unless ``--no-wait`` is given)."""
     with _agent_end(agent) as end:
         begun = time.monotonic()
-        code = _obey(agent, order, _SIGNAL_LIMIT)
+        code = _obey(agent, order, SIGNAL_LIMIT)
         while code in (DONE, NOT_AGREED) and not options.no_wait:
             if select.select([end], [], [], _LOOK)[0]:
                 raise Problem(FAILED, f"{agent.title} has ended instead")

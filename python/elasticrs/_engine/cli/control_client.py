@@ -19,6 +19,9 @@ from elasticrs._engine.supervise.run.orders import DONE, FAILED, NO_JOB, REFUSED
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
+SIGNAL_LIMIT = 90.0
+"""Maximum seconds to wait until the ranks have got the signal to save or stop. Agents send it within 60 s."""
+
 ANSWER_LIMIT = 5.0
 """Maximum seconds to wait for an agent's answer."""
 
