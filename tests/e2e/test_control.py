@@ -390,11 +390,14 @@ def test_drain_leaves_the_other_nodes_running_and_never_goes_below_the_minimum(
     assert [agent.wait() for agent in left] == [1, 1]
 
 
-def test_a_stop_of_a_spare_says_that_the_job_on_the_other_nodes_ends(launch, worker_script, sockets, asked):
+@pytest.mark.parametrize("port", [(), ("--health-check-port=0",)], ids=["socket", "port"])
+def test_a_stop_of_a_spare_says_that_the_job_on_the_other_nodes_ends(
+    launch, worker_script, sockets, asked, port
+):
     agents = on_nodes(launch, worker_script, sockets, "2", 2)
     words = Path(f"/proc/{agents[0].pid}/cmdline").read_text().split("\0")
     options = words[next(at for at, word in enumerate(words) if word.startswith("--nnodes")) : -1]
-    spare = launch(*options, env={"ELASTICRS_CONTROL_DIR": str(sockets)})
+    spare = launch(*port, *options, env={"ELASTICRS_CONTROL_DIR": str(sockets)})
     spare.wait_for_line("waiting as a spare", "stderr")
     assert sum("waiting as a spare" in line for line in asked("ps")[1].splitlines()) == 1
     assert ": waiting as a spare (the job runs on 2 nodes) for " in asked("status", f"--job={spare.pid}")[1]

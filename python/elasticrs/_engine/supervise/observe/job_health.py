@@ -87,8 +87,9 @@ class HealthObserver(Observer):
         self._native.identify(job.run_id, os.uname().nodename)
         self._publish()
 
-    def opened(self, supervisor: _core.Supervisor) -> None:
+    def opened(self, supervisor: _core.Supervisor, result: JobResult) -> None:
         self._server.supervisor = self._supervisor = supervisor
+        self._result = result
         self._native.show(supervisor, is_asked=self._is_asked)
         if self._is_asked:
             supervisor.watch_fd(self._native.fd)
@@ -98,8 +99,7 @@ class HealthObserver(Observer):
 
     def catch_up(self, supervisor: _core.Supervisor, result: JobResult) -> None:
         """Learn what has happened so far, because this observer was created in the middle of the job."""
-        self.opened(supervisor)
-        self._result = result
+        self.opened(supervisor, result)
         begun = [attempt for attempt in result.attempts if "started" in attempt.stamps]
         for self._attempt in begun:
             if self._attempt.first_failure in self._attempt.exits:
@@ -228,7 +228,7 @@ class HealthObserver(Observer):
         for earlier in result.attempts[self._counted : -1]:
             self._native.restarted("port_taken" if self._is_uncharged else _cause(earlier))
         self._counted, self._is_uncharged = len(result.attempts) - 1, False
-        self._result, self._attempt = result, result.attempts[-1]
+        self._attempt = result.attempts[-1]
         if self._is_asked:
             self._server.find_overdue = result.find_overdue
         self._is_hang_counted = False

@@ -40,8 +40,8 @@ _QUIET = ("WARNING", "WARN", "ERROR", "CRITICAL", "FATAL")
 class Observer:
     """Base class of observers. The loop calls the methods in its own thread, so they must not block."""
 
-    def opened(self, supervisor: _core.Supervisor) -> None:
-        """Handle the start of the event loop. ``supervisor`` stays the same until the job ends."""
+    def opened(self, supervisor: _core.Supervisor, result: JobResult) -> None:
+        """Handle the start of the event loop. The arguments stay the same until the job ends."""
 
     def fd_ready(self, fd: int) -> bool:  # noqa: ARG002 -- subclasses use it
         """Handle a readable file descriptor. Return true if the descriptor belongs to this observer."""

@@ -40,7 +40,7 @@ class _Recorder(Observer):
         self._restarts = 0
         self._is_meeting = False
 
-    def opened(self, supervisor: _core.Supervisor) -> None:  # noqa: ARG002 -- the base class's signature
+    def opened(self, *_: object) -> None:
         self._meeting_since = time.monotonic()
 
     def acting(self, action: Action, plan: Plan | None) -> None:

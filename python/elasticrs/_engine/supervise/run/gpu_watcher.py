@@ -62,7 +62,7 @@ class GpuWatcher(Observer):
         self._until: float | None = None
         self._held_since = 0.0
 
-    def opened(self, supervisor: _core.Supervisor) -> None:
+    def opened(self, supervisor: _core.Supervisor, _result: object) -> None:
         self._supervisor = supervisor
 
     def _start(self, supervisor: _core.Supervisor) -> None:

@@ -148,7 +148,7 @@ class AttemptTracker:
         if fd is not None:
             supervisor.watch_fd(fd)
         self._extra = watch_timers(self._workers.setup, supervisor)
-        self.observers.opened(supervisor)
+        self.observers.opened(supervisor, self.result)
 
     def close(self) -> None:
         """Kill the remaining processes and close the supervisor. Idempotent."""
