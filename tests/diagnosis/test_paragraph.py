@@ -9,6 +9,7 @@ from diagnosis.test_culprits import DONE, OUTSIDE, WAITING, WAITS, calls, rank
 from elasticrs import _core
 from elasticrs._engine.hangs import diagnose as diagnosing
 from elasticrs._engine.hangs.diagnose import diagnose, failed, ranks_text
+from elasticrs._engine.hangs.flight_record import NoRecord
 from elasticrs._engine.job.phrases import spans
 from elasticrs._engine.supervise.attempts.attempt import Attempt
 from elasticrs._engine.supervise.failures import hang_diagnosis
@@ -41,6 +42,17 @@ def test_a_missing_rank_is_named_with_its_node():
         "3 of 4 ranks wait in all_reduce #2 of the default group (train.py:88); rank 2 (node2) did not enter"
         " it: it is in __next__ (dataloader.py:741), called at train.py:88"
     )
+
+
+@pytest.mark.parametrize(
+    ("record", "said"),
+    [
+        (NoRecord.EXITED, "; it waits for rank 1, of which there is no record (exited)"),
+        (DONE, "; rank 1 did not enter it, and rank 0 probably waits for it"),
+    ],
+)
+def test_a_single_waiting_rank_is_not_called_the_others(record, said):
+    assert said in diagnose([rank(0, WAITS, WAITING), rank(1, record)]).summary
 
 
 def test_the_node_is_not_named_in_a_single_node_job():

@@ -602,6 +602,15 @@ def test_the_watch_shows_the_job_on_the_terminal_and_its_keys_act(start, sockets
     assert asked("status", "--watch")[0] in (2, 4)
 
 
+def test_help_names_the_commands_if_its_topic_is_not_one(asked):
+    with pytest.raises(SystemExit) as ended:
+        asked("--help", "nosuch")
+    assert ended.value.code == 2
+    with pytest.raises(SystemExit) as ended:
+        asked("--help", "stop")
+    assert ended.value.code == 0
+
+
 MOVES = """
 import os, signal
 from elasticrs._engine.inside.flight import answer_with_record

@@ -270,6 +270,13 @@ def test_the_help_option_accepts_a_topic(argv, topic):
     assert (request.value.what, request.value.words) == ("help", topic)
 
 
+@pytest.mark.parametrize("option", ["--help", "-h", "--help="])
+def test_an_unknown_topic_of_the_help_option_is_a_usage_error(option):
+    words = [f"{option}nosuch"] if option.endswith("=") else [option, "nosuch"]
+    with pytest.raises(UsageError, match="--help: got 'nosuch', expected all or rdzv"):
+        parse(words, {})
+
+
 def heads_in(text):
     """Return the options and settings that have their own row in the help text."""
     heads = [re.match(r"[* ] (?:-\w, )?(--[\w-]+|[a-z]\w+)(?: |$)", line) for line in text.splitlines()]

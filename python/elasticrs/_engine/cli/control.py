@@ -39,6 +39,9 @@ _LOOK = 0.2
 
 def run(args: Sequence[str]) -> int:
     """Carry out a command line of ``elasticctl``, and return the exit code."""
+    if len(args) > 1 and args[0] in ("-h", "--help"):
+        # `--help COMMAND` is the same as `COMMAND --help`, which also refuses a command that does not exist.
+        args = [*args[1:], "--help"]
     options = _parser().parse_args(args)
     try:
         code: int = options.run(options)

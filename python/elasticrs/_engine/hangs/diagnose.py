@@ -214,19 +214,22 @@ class Paragraph:
                 f"rank{'s' if others > 1 else ''} called {printable(str(culprit.expected))}"
             )
         why = f"of which there is no record ({self._why(culprit.ranks)})"
+        is_one = len(collective.waiting) == 1
+        wait = f"{doubt}waits for" if is_one else f"{doubt}wait for"
+        who = self.ranks(collective.waiting) if is_one else "the others"
         blame = {
             Reason.NO_RECORD: f"{doubt}because of {ranks}, {why}"
             if self._are_aborted(culprit.ranks)
-            else f"they {doubt}wait for {ranks}, {why}",
+            else f"{'it' if is_one else 'they'} {wait} {ranks}, {why}",
             Reason.NOT_STARTED: f"the devices of {ranks} have not started it",
-            Reason.OUTSIDE: f"{ranks} {are} in no collective, so the others {doubt}wait for {them}",
+            Reason.OUTSIDE: f"{ranks} {are} in no collective, so {who} {wait} {them}",
             Reason.OTHER_ORDER: f"{ranks} did not enter it and {doubt}skipped or reordered a collective",
         }
         if culprit.reason is Reason.OTHER_ORDER and not set(culprit.ranks) <= set(collective.absent):
             blame[Reason.OTHER_ORDER] = f"{ranks} {doubt}skipped, reordered or added a collective"
         not_entered = f"{ranks} did not enter it"
         if doubt:
-            not_entered += f", and the others {doubt}wait for {them}"
+            not_entered += f", and {who} {wait} {them}"
         return f"{self._waits(collective)}; {blame.get(culprit.reason, not_entered)}{where}"
 
     def _are_aborted(self, ranks: Iterable[int]) -> bool:

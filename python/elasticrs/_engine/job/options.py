@@ -9,6 +9,7 @@ the script.
 
 from __future__ import annotations
 
+import os
 from types import SimpleNamespace
 
 from elasticrs._engine.job import config
@@ -458,9 +459,10 @@ def _read(argument: str, arguments: Iterator[str]) -> dict[str, object]:
 
 def _help(word: str, *, is_exact: bool) -> TextRequested:
     """Return the exception for ``--help=WORD`` (``is_exact``) or ``--help WORD``. The word is a help topic.
-    Without ``=``, the word may also be the name of the script.
+    Without ``=``, the word may also be the script, or another option.
     """
-    if is_exact and word not in TOPICS:
+    is_script = not word or word.startswith("-") or "." in word or os.path.exists(word)
+    if word not in TOPICS and (is_exact or not is_script):
         raise UsageError(f"--help: got {word!r}, expected " + " or ".join(TOPICS))
     return TextRequested("help", *([word] if word in TOPICS else []))
 

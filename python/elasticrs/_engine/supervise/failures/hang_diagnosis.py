@@ -541,7 +541,7 @@ def _missed(event: WorkerHung, own: RankSeen | None, was_found_here: bool) -> st
         "startup": "no activity since its start",
         "step": "no heartbeat",
         "section": f"its section '{section}' has been open",
-        "exit": "its program had returned, but it had not exited",
+        "exit": "its program had returned, and it had not exited",
         "line": "no rank has written a line",
     }[event.missed]
     since_ns = event.since_ns
@@ -556,11 +556,11 @@ def _missed(event: WorkerHung, own: RankSeen | None, was_found_here: bool) -> st
     silent = (event.seen_ns - since_ns) / 1e9
     others = ""
     if not was_found_here:
-        others = ", but a rank on another node is waiting"
+        others = "; a rank on another node has reached its limit"
     elif silent < event.limit:
         # The worker counts as hung before its own time limit has passed, because the limit of another rank,
         # which waits for it, has passed.
-        others = ", but the limit of another rank has passed"
+        others = "; another rank has reached its limit"
     return f"hung: {what} for {seconds(silent)} (limit {event.limit:g} s{others})"
 
 
