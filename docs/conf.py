@@ -94,15 +94,16 @@ def show_pictures(_app: Sphinx, _page: str, source: list[str]) -> None:
     """Replace each ``<picture>``, which only GitHub understands, with an image for each theme of the site."""
 
     def images_of(picture: re.Match[str]) -> str:
-        dark, text, light = picture.groups()
+        dark, text, width, light = picture.groups()
+        size = f":width: {width}px\n" if width else ""
         variants = (("light", light), ("dark", dark))
-        return "\n".join(
-            f"```{{image}} {file}\n:class: only-{on}\n:alt: {text}\n```" for on, file in variants
+        images = "\n".join(
+            f"```{{image}} {file}\n:class: only-{on}\n:alt: {text}\n{size}```" for on, file in variants
         )
+        return f"````{{container}} picture\n{images}\n````"
 
-    source[0] = re.sub(
-        r'<picture>\n.*srcset="(.*)">\n.*alt="(.*)" src="(.*)">\n</picture>', images_of, source[0]
-    )
+    dark, light = r'<source .* srcset="(.*)">', r'<img alt="(.*?)"(?: width="(.*)")? src="(.*)">'
+    source[0] = re.sub(rf"<picture>\s*{dark}\s*{light}\s*</picture>", images_of, source[0])
 
 
 def directives(names: Iterable[str]) -> str:
@@ -218,7 +219,8 @@ def write_texts(app: Sphinx, error: Exception | None) -> None:
 def _own_text(section: nodes.section) -> str:
     """Return the text of a section without its title and the sections in it."""
     shown = (child for child in section[1:] if not isinstance(child, (nodes.section, nodes.raw)))
-    return " ".join(child.astext() for child in shown)
+    # Leave out the lines of reports that only separate.
+    return re.sub("={9,}|-{9,}", "", " ".join(child.astext() for child in shown))
 
 
 def add_index(app: Sphinx, error: Exception | None) -> None:

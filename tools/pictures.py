@@ -71,7 +71,7 @@ COLUMNS = 100
 LINE, CHARACTER, MARGIN, TOP = 20, 8.0, 16, 40
 LONGEST_WAIT = 1.6
 """Maximum seconds of a pause in the picture; longer pauses of a recording are shortened to this."""
-LAST, FIRST = 4.0, 1.5
+LAST, FIRST = 4.0, 2.0
 """Seconds for which the animated picture shows the end of the recording: after each run, and when it begins.
 It begins with the end, because a viewer without animations shows only the beginning.
 """
@@ -118,8 +118,8 @@ def draw_cast(cast: Cast, theme: Theme) -> str:
         f"text{{font:13px {MONO};fill:{theme.ink};white-space:pre}}.a{{fill:{theme.accent}}}",
         f".b{{font-weight:bold}}.r{{fill:{theme.bad};font-weight:bold}}.g{{fill:{theme.good};font-weight:bold}}",
         f".t{{font:12px {SANS};fill:{theme.faint}}}",
-        f"@media(prefers-reduced-motion:no-preference){{.l{{animation:{total:.1f}s step-end -{FIRST}s",
-        " infinite}}",
+        "@media(prefers-reduced-motion:no-preference)",
+        f"{{.l{{animation:{total:.1f}s step-end {FIRST - total:.1f}s infinite}}}}",
     ]
     body = [
         f'<rect x=".5" y=".5" width="{width - 1}" height="{height - 1}" rx="8" fill="{theme.paper}"'

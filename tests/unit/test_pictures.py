@@ -95,3 +95,9 @@ def test_the_bars_of_restarts_show_the_recorded_times():
         assert row["ends"] == sorted(row["ends"])
         assert row["name"] in text
         assert (f"{row['lost']} steps again" if row["lost"] else "no step again") in text
+
+
+def test_a_picture_of_a_terminal_begins_with_the_end_of_the_recording(cast):
+    text = pictures.draw_cast(cast, pictures.LIGHT)
+    total, begin = map(float, re.search(r"animation:([\d.]+)s step-end -([\d.]+)s", text).groups())
+    assert total - pictures.LAST <= begin < total
