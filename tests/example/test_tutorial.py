@@ -71,7 +71,8 @@ def first_program(page):
 def test_the_first_program_of_a_page_runs(launch, tmp_path, page, steps):
     script = tmp_path / "train.py"
     script.write_text(first_program(page))
-    command, *_ = re.findall(r"^elasticrun (--standalone .*) train\.py$", (DOCS / page).read_text(), re.M)
+    text = (DOCS / page).read_text().replace("\\\n", "")
+    command, *_ = re.findall(r"^elasticrun (--standalone .*) train\.py$", text, re.M)
     job = launch(*command.split(), script, env={"OMP_NUM_THREADS": "1"}).exits(0, timeout=150)
     assert re.findall(r"^step (\d+): ", job.stdout, re.MULTILINE) == [steps]
 

@@ -166,6 +166,16 @@ def test_relative_links_in_the_docs_have_existing_targets(page):
         assert not anchor or anchor in anchors(path.read_text(encoding="utf-8")), target
 
 
+@pytest.mark.parametrize("page", [page for page in PAGES if "/design/" not in page])
+def test_blocks_of_code_and_output_fit_on_a_screen(page):
+    for language, block in re.findall(r"^ *```(\w*)\n(.*?)^ *```", PAGES[page], re.MULTILINE | re.DOTALL):
+        limit = {"json": 250, "python": 80}.get(language, 110)
+        has_output = "$ " in block
+        for line in block.splitlines():
+            is_command = language in {"bash", "console"} and (not has_output or line.startswith("$ "))
+            assert len(line) <= (80 if is_command else limit), line
+
+
 def rows(page, title):
     """Return the rows of all tables in a section, each as a list of cells, without the header rows."""
     section = page.split(f"# {title}\n")[1].split("\n## ")[0]
