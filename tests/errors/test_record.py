@@ -106,18 +106,6 @@ def raise_child_failure(error_file: Path) -> None:
     raise ChildFailedError("train.py", {0: ProcessFailure(0, 997, 3, str(error_file))})
 
 
-def test_the_error_file_of_the_root_cause_is_forwarded_with_its_exit_code(tmp_path, error_file):
-    of_worker = tmp_path / "worker.json"
-    extra = {"py_callstack": "stack", "timestamp": "10"}
-    of_worker.write_text(json.dumps({"message": {"message": "E", "extraInfo": extra}}))
-    error_file.write_text("in the way")
-    with pytest.raises(ChildFailedError):
-        record(raise_child_failure)(of_worker)
-    assert json.loads(error_file.read_text()) == {
-        "message": {"message": "E", "extraInfo": extra, "errorCode": 3}
-    }
-
-
 @pytest.mark.parametrize("content", [None, "", '{"message": {"mess', "[1]", "[" * 100_000])
 def test_a_missing_or_malformed_error_file_does_not_hide_the_failure(tmp_path, error_file, content):
     of_worker = tmp_path / "worker.json"

@@ -48,17 +48,6 @@ def test_each_node_uses_its_own_address_and_port():
     assert agents[0].member.node().shown == "n0 (10.0.0.1)"
 
 
-def test_restarts_keep_the_same_port_and_ranks():
-    cluster = Static(2)
-    b, a = cluster.rank(1), cluster.rank(0)
-    for number in range(1, 4):
-        a.fail() if number % 2 else b.fail()
-        (b if number % 2 else a).send(m.GroupEnded())
-        assert [agent.starts[-1].round for agent in (a, b)] == [number + 1] * 2
-        assert ranks(a, b) == [0, 1]
-        assert a.starts[-1].master_port == PORT
-
-
 @pytest.mark.parametrize("lost", [(1,), (2,), (1, 2)])
 @pytest.mark.parametrize("is_reversed", [False, True])
 def test_a_returning_node_gets_its_own_rank(lost, is_reversed):

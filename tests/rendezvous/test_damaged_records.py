@@ -97,11 +97,6 @@ def test_any_bytes_are_decoded_or_reported_as_damaged(kind_and_value):
         records.blame_of(record.cause), records.silence_of(record.cause), records.time_of(record.cause)
 
 
-@pytest.mark.parametrize("kind", READERS)
-def test_a_valid_record_is_read(kind):
-    READERS[kind](VALID[kind])
-
-
 @pytest.mark.parametrize("round_", [1e308, 10**400, -1, "1", None, True, [1]])
 def test_an_invalid_round_number_is_reported_as_damaged(round_):
     head = {**json.loads(VALID["head"]), "round": round_}

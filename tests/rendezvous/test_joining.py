@@ -363,14 +363,6 @@ def test_a_fenced_agent_stops_its_workers_before_it_reconnects():
     assert (a.starts[-1].group_rank, b.starts[-1].group_rank) == (0, 1)
 
 
-def test_a_reconnected_node_keeps_its_rank():
-    _, (a, b, c) = running(3)
-    b.lose()
-    for agent in (a, c, b):
-        agent.send(m.GroupEnded())
-    assert [agent.starts[-1].group_rank for agent in (a, b, c)] == [0, 1, 2]
-
-
 def test_an_agent_without_its_store_exits_after_store_lost_timeout():
     _, (a,) = running(1)
     a.refuses = ("refused", "connection refused")

@@ -182,14 +182,6 @@ def test_a_failure_after_a_finished_node_has_left_uses_a_restart():
     assert (cluster.head.round, cluster.head.used) == (2, 1)
 
 
-def test_a_lost_node_ends_the_round():
-    cluster, (a, b, c) = running(3, min_nodes=2)
-    c.kill()
-    assert (cluster.head.state, cluster.head.end["kind"], cluster.head.end["node"]) == ("ENDED", "lost", "c")
-    end_all([a, b])
-    assert [start.ranks.group_world_size for start in a.starts] == [3, 2]
-
-
 def test_the_next_node_becomes_leader_if_the_leader_is_lost():
     cluster, (a, b, c) = running(3, min_nodes=2)
     a.kill()
@@ -272,21 +264,6 @@ def test_a_restart_waits_for_a_slow_node_until_the_settle_timeout():
     assert (cluster.head.round, cluster.head.size, cluster.head.used) == (2, 1, 1)
     b.send(m.GroupEnded())
     assert "scale/2" in a.timers
-
-
-def test_the_job_succeeds_when_all_nodes_are_done():
-    cluster, (a, b) = running(2)
-    a.send(m.WorkersDone())
-    assert cluster.head.state == "RUNNING"
-    b.send(m.WorkersDone())
-    assert (a.outcome.kind, b.outcome.kind) == ("succeeded", "succeeded")
-
-
-def test_a_spare_exits_as_a_spare_when_the_job_succeeds():
-    cluster, (a,) = running(1)
-    spare = cluster.add("z")
-    a.send(m.WorkersDone())
-    assert spare.outcome.kind == "spare"
 
 
 def test_a_failure_on_another_node_restarts_a_finished_node():
@@ -426,12 +403,6 @@ def test_rank_0_opens_a_new_port_each_round_and_other_nodes_keep_theirs():
     assert b.member.listener.port == kept
     assert len(a.all(m.CloseStore)) == 1
     assert not b.all(m.CloseStore)
-
-
-def test_a_fixed_port_is_not_bound_before_the_workers_start():
-    _, (a, b) = running(2, backend="static", port=29500)
-    assert not a.all(m.BindStore)
-    assert {a.starts[0].master_port, b.starts[0].master_port} == {29500}
 
 
 def test_the_loss_of_the_nursery_process_counts_as_a_worker_failure():

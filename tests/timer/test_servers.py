@@ -1,7 +1,5 @@
 """Timer servers without an agent: over a ``multiprocessing`` queue, over a FIFO, and written by a user."""
 
-import itertools
-import json
 import logging
 import os
 import queue
@@ -16,8 +14,6 @@ import pytest
 from helpers import procs
 from helpers.procs import HANG, run_program
 from helpers.said import says
-from hypothesis import example, given
-from hypothesis import strategies as st
 
 from elasticrs import timer
 
@@ -195,12 +191,6 @@ def path(tmp_path):
     return str(tmp_path / "fifo")
 
 
-@pytest.fixture(scope="module")
-def path_factory(tmp_path_factory):
-    folder, numbers = tmp_path_factory.mktemp("fifos"), itertools.count()
-    return lambda: str(folder / str(next(numbers)))
-
-
 @pytest.fixture
 def events():
     return queue.Queue()
@@ -247,41 +237,6 @@ def test_records_of_other_processes_and_junk_are_refused(server, path, events, c
     with open(path, "w") as fifo:
         fifo.write(record(victim.pid, "kill", 1.0, 9).to_json() + "\n")
     assert victim.wait(HANG) == -signal.SIGKILL
-
-
-RECORD = timer.FileTimerRequest(4, "junk", 5.0, 0).to_json()
-WEIRD = st.one_of(
-    *(st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=5), st.just(10**400)),
-    *(st.just(2**31), st.just(2**70), st.lists(st.integers(), max_size=2)),
-)
-JUNK = st.one_of(
-    st.binary(max_size=60).map(lambda junk: junk.replace(b"\n", b"")),
-    # A valid record except for one field.
-    st.tuples(st.sampled_from(["version", "pid", "scope_id", "expiration_time", "signal"]), WEIRD).map(
-        lambda wrong: json.dumps({**json.loads(RECORD), wrong[0]: wrong[1]}).encode()
-    ),
-)
-
-
-@given(junk=st.lists(JUNK, min_size=1, max_size=8), together=st.booleans())
-@example(junk=[RECORD.replace("5.0", "1" + 400 * "0").encode()], together=True)
-@example(junk=[RECORD.replace("4", str(2**31)).encode()], together=True)
-def test_invalid_lines_do_not_affect_valid_records(path_factory, junk, together):
-    server = timer.FileTimerServer(path_factory(), "run")
-    good = [timer.FileTimerRequest(4, f"good {number}", -1.0, 0) for number in range(len(junk))]
-    lines = [
-        line for bad, record in zip(junk, good, strict=True) for line in (bad, record.to_json().encode())
-    ]
-    taken = []
-    with open(server._file_path, "wb", buffering=0) as fifo:
-        for line in lines if not together else [b"\n".join(lines)]:
-            fifo.write(line + b"\n")
-            taken += server._get_requests()
-    assert [each.scope_id for each in taken if str(each.scope_id).startswith("good ")] == [
-        each.scope_id for each in good
-    ]
-    server.register_timers(taken)
-    server.run_once()
 
 
 def test_a_fifo_that_other_users_may_read_is_an_error_and_is_kept(path):

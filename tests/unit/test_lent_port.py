@@ -45,18 +45,6 @@ def clock(monkeypatch):
     return time
 
 
-def test_the_port_can_be_lent_and_taken_back_repeatedly():
-    session = Session()
-    port = LentPort(session)
-    for _ in range(3):
-        assert port.take_back()
-        assert session.listens
-        assert port.lend()
-        assert not session.listens
-        assert port.take_back()
-        assert session.listens
-
-
 def test_an_agent_that_hosts_no_store_lends_no_port():
     session = Session()
     session.hosts = False

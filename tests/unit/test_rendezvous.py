@@ -253,11 +253,6 @@ def test_a_broken_handler_package_is_named(installed):
         get_rendezvous_handler(params("broken"))
 
 
-def test_built_in_backends_are_registered_without_further_imports():
-    for name in ("c10d", "static"):
-        assert rendezvous_handler_registry.is_registered(name)
-
-
 def test_the_static_backend_requires_a_rank_an_address_and_a_port():
     with pytest.raises(ValueError, match="--node-rank"):
         create_rdzv_handler(params("static", "host:1"))
