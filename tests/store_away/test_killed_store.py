@@ -2,7 +2,6 @@
 
 import os
 import random
-import shutil
 import signal
 from pathlib import Path
 
@@ -103,33 +102,6 @@ def test_a_job_succeeds_without_a_restart_while_its_store_is_killed_repeatedly(s
         assert "killed" not in agent.stderr
 
 
-def test_a_job_starts_although_its_store_is_killed_while_nodes_join(store, job):
-    store.start()
-    agents = job()
-    chance = random.Random(2)
-    for _ in range(5):
-        agents[0].read_for(chance.uniform(0, 0.3))
-        store.kill()
-        store.start()
-    found = workers(agents, 1)
-    assert {(each.round, each.restart) for each in found} == {("1", 0)}
-    finish(agents, found)
-
-
-def test_a_job_restarts_although_its_store_is_killed_during_the_restart(store, job):
-    store.start()
-    agents = job()
-    chance = random.Random(3)
-    for number in range(1, 6):
-        found = workers(agents, number)
-        assert {(each.round, each.restart) for each in found} == {(str(number), number - 1)}
-        os.kill(chance.choice(found).pid, FAIL)
-        agents[0].read_for(chance.uniform(0, 0.05))
-        store.kill()
-        store.start()
-    finish(agents, workers(agents, 6))
-
-
 def test_a_store_reports_whether_its_state_is_empty(store):
     for is_empty in (True, False):
         store.start()
@@ -163,25 +135,6 @@ def test_agents_refuse_a_store_that_was_restarted_without_its_state(store, job, 
         assert "not the store" in agent.stderr
         assert "Traceback" not in agent.stderr
     procs.assert_gone([each.pid for each in found])
-
-
-def test_agents_refuse_a_store_that_was_started_from_an_outdated_copy(store, job, tmp_path):
-    store.start()
-    agents = job()
-    found = workers(agents, 1)
-    store.kill()
-    shutil.copy(tmp_path / "state", tmp_path / "copy")
-    store.start()
-    # A restart needs the store, so after the restart all agents know this one.
-    os.kill(found[0].pid, FAIL)
-    again = workers(agents, 2)
-    store.kill()
-    store.start("copy")
-    for agent in agents:
-        agent.exits(1)
-    procs.assert_gone([each.pid for each in again])
-    assert store.program is not None
-    store.program.wait_for_line("another", "stderr")
 
 
 def test_a_store_that_does_not_return_ends_the_job_cleanly(store, job):
