@@ -2,6 +2,7 @@
 
 import os
 import time
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -89,9 +90,9 @@ class Job:
         self.pids = {rank: os.getpid() for rank in range(workers)}
         self.sent, self.told, self.lines = [], [], []
         self.handles = True
-        self.agreed = AgreedSteps(
-            lambda: self.files, lambda: self.pids, 1.0, self.lines.append, lambda _pid, _signum: self.handles
-        )
+        attempt = SimpleNamespace(keep_files=self.files, running=lambda: self.pids)
+        tracker, spec = SimpleNamespace(attempt=attempt), SimpleNamespace(keep_grace=1.0)
+        self.agreed = AgreedSteps(tracker, None, spec, self.lines.append)
 
     def begin(self, signum=10, hold=5.0):
         self.agreed.begin(signum, hold, lambda _waited: self.sent.append(signum) or (), self.told.append)
@@ -116,8 +117,9 @@ class Job:
 
 
 @pytest.fixture
-def job():
+def job(monkeypatch):
     job = Job(2)
+    monkeypatch.setattr(agreed_step, "can_take", lambda _pid, _signum: job.handles)
     yield job
     job.files.memory.close()
 

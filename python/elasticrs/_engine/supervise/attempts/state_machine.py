@@ -72,6 +72,11 @@ class Phase(Enum):
     def is_terminal(self) -> bool:
         return self in (Phase.SUCCEEDED, Phase.FAILED, Phase.STOPPED)
 
+    @property
+    def has_workers(self) -> bool:
+        """True if the workers were started, and some may still run."""
+        return self in (Phase.RUNNING, Phase.STOPPING)
+
 
 class AgentState(Value):
     """State of the agent, on which all its decisions depend.

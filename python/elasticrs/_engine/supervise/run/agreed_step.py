@@ -22,13 +22,20 @@ from elasticrs._engine.inside.keep.layout import Agreed, AgreedState
 from elasticrs._engine.job import phrases
 from elasticrs._engine.job.value import Value
 from elasticrs._engine.process.background_call import BackgroundCall
+from elasticrs._engine.process.other_processes import has_own_proc
+from elasticrs._engine.process.signals import KEYBOARD
+from elasticrs._engine.supervise.attempts import state_machine as machine
+from elasticrs._engine.supervise.run.worker_states import can_take
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from typing import TypeAlias
 
+    from elasticrs._engine.job.config import JobSpec
     from elasticrs._engine.nodes.transport.store import Store
+    from elasticrs._engine.supervise.decide.decisions import Decisions
+    from elasticrs._engine.supervise.run.tracker import AttemptTracker
     from elasticrs._engine.workers.keep_files import KeepFiles
 
     Tell: TypeAlias = Callable[["Delivery"], object]
@@ -224,33 +231,85 @@ class AgreedSteps:
     which all ranks of the job get the signal).
 
     Args:
-        find_files: function that returns the files in memory that the agent shares with its workers; ``None``
-            if there are none. Then no signal is held back.
-        running: function that returns the pids of the running workers by local rank.
-        keep_grace: maximum seconds that workers may take to copy their training state before a signal.
+        tracker: sends the signals to the workers, and knows which of them run. If their attempt has no files
+            in memory that the agent shares with them, no signal is held back.
+        decisions: know whether the workers run, and how the agents of the nodes reach each other.
+        job: the job.
         say: function that prints a line for the user.
-        handles: function that returns true if the process with a pid handles a signal; ``None`` if it has
-            exited.
 
     Attributes:
         is_asking: true from a request to the workers until their files say that the agent asks for nothing.
-            Only then, :meth:`seconds_left`, :meth:`end` and :meth:`cancel` have anything to do.
+            Only then, :meth:`seconds_left`, :meth:`see`, :meth:`end` and :meth:`cancel` have anything to do.
     """
 
     def __init__(
-        self,
-        find_files: Callable[[], KeepFiles | None],
-        running: Callable[[], Mapping[int, int]],
-        keep_grace: float,
-        say: Callable[[str], None],
-        handles: Callable[[int, int], bool | None],
+        self, tracker: AttemptTracker, decisions: Decisions, job: JobSpec, say: Callable[[str], None]
     ) -> None:
-        self._find_files, self._running, self._say = find_files, running, say
-        self._keep_grace, self._handles = keep_grace, handles
+        self._tracker, self._decisions, self._say = tracker, decisions, say
+        self._keep_grace = job.keep_grace
         self._number = 0
         self._open: _Request | None = None
         self._reset_at: float | None = None
         self.is_asking = False
+
+    def stop(self, action: machine.Stop, tell: Tell | None) -> None:
+        """Stop the workers. If nothing has failed, first let all ranks come to the end of the same step."""
+        if not action.is_planned or not self._can_agree():
+            self.end("another request to stop came")
+            self._tracker.stop(action)
+            return
+
+        def send(waited: float) -> Sequence[int]:
+            self._tracker.stop(action.replaced(grace=max(0.0, action.grace - waited)))
+            return ()
+
+        hold = hold_of_stop(action.grace, by_hand=action.signum in KEYBOARD)
+        self.begin(action.signum, hold, send, tell, self._exchange("stop"))
+
+    def pass_on(self, signum: int, tell: Tell | None) -> None:
+        """Send a signal to the workers, without stopping the job: to all ranks at the start of the same
+        training step, if they can agree on one. Do nothing if this signal is already being held back.
+        """
+
+        def send(_waited: float) -> Sequence[int]:
+            return self._tracker.forward(signum, are_running=self._decisions.phase.has_workers)
+
+        if self._decisions.phase is not machine.Phase.RUNNING or not self._can_agree():
+            send(0.0)
+            if tell is not None:
+                tell(Delivery(signum))
+        elif not self.is_held(signum):
+            self.begin(signum, SAVE_HOLD, send, tell, self._exchange(f"signal {signum}"))
+
+    def see(self, event: machine.Event) -> None:
+        """Stop holding a signal back if this event means that the workers exited, or will be stopped."""
+        if isinstance(event, (machine.GroupEnded, machine.StartFailed)):
+            self.cancel()
+        elif isinstance(event, (machine.FailureSeen, machine.HangSeen)):
+            self.end("a rank has failed")
+
+    def _can_agree(self) -> bool:
+        """Return true if all ranks of this job can be stopped after the same training step: if all are on
+        this node, or if this agent can exchange data with the agents of the other nodes.
+        """
+        plan, has_store = self._decisions.plan, self._decisions.round_store is not None
+        return plan is not None and (has_store or plan.ranks[0].group_world_size == 1)
+
+    def _exchange(self, name: str) -> Exchange | None:
+        """Return the function by which nodes tell each other their steps; ``None`` if the job has one."""
+        plan, open_store = self._decisions.plan, self._decisions.round_store
+        if plan is None or open_store is None or plan.ranks[0].group_world_size == 1:
+            return None
+        own = plan.ranks[0]
+        return partial(exchange, open_store, own.group_rank, own.group_world_size, name)
+
+    def _find_files(self) -> KeepFiles | None:
+        attempt = self._tracker.attempt
+        return None if attempt is None else attempt.keep_files
+
+    def _running(self) -> Mapping[int, int]:
+        attempt = self._tracker.attempt
+        return {} if attempt is None else attempt.running()
 
     def is_held(self, signum: int) -> bool:
         """Return true if a signal of this number is held back. Then another one requests nothing new."""
@@ -302,7 +361,7 @@ class AgreedSteps:
         if any(map(files.has_joined, steps)):
             return True
         pids = self._running()
-        return any(self._handles(pids[rank], signum) for rank in steps)
+        return not has_own_proc() or any(can_take(pids[rank], signum) for rank in steps)
 
     def seconds_left(self) -> float:
         """Do what is due for a signal that is held back. Return the seconds until the next call is needed."""

@@ -16,8 +16,7 @@ from elasticrs._engine.job import phrases
 from elasticrs._engine.job.restart_policy import Verdict
 from elasticrs._engine.process.background_call import FileAccess
 from elasticrs._engine.process.console import END_PATIENCE, Console
-from elasticrs._engine.process.other_processes import has_own_proc
-from elasticrs._engine.process.signals import KEYBOARD, StopRequests, suspend
+from elasticrs._engine.process.signals import StopRequests, suspend
 from elasticrs._engine.supervise.attempts import state_machine as machine
 from elasticrs._engine.supervise.run.tracker import AttemptTracker
 from elasticrs._engine.workers.plan import KEEP_OFF, MemoryFiles
@@ -35,7 +34,7 @@ if TYPE_CHECKING:
     from elasticrs._engine.supervise.attempts.attempt import Attempt, JobResult
     from elasticrs._engine.supervise.decide.decisions import Decisions
     from elasticrs._engine.supervise.observe.observer import Observer
-    from elasticrs._engine.supervise.run.agreed_step import AgreedSteps, Exchange, Tell
+    from elasticrs._engine.supervise.run.agreed_step import AgreedSteps, Tell
     from elasticrs._engine.supervise.run.keeping import Keeping
     from elasticrs._engine.supervise.run.orders import Orders
     from elasticrs._engine.supervise.run.worker_states import Sleepers
@@ -253,7 +252,8 @@ class Agent:
             while self._events or self._actions:
                 if not self._actions:
                     event = self._events.popleft()
-                    self._end_hold(event)
+                    if self._agreed is not None and self._agreed.is_asking:
+                        self._agreed.see(event)
                     if not self._is_held_for_check(event):
                         self._actions.extend(self._decisions.step(event))
                     continue
@@ -420,66 +420,25 @@ class Agent:
             self.result.verdict = action.verdict
             self.result.is_outside = action.is_outside
 
-    def _running(self) -> dict[int, int]:
-        attempt = self._tracker.attempt
-        return {} if attempt is None else attempt.running()
-
-    def _can_agree(self) -> bool:
-        """Return true if all ranks of this job can be stopped after the same training step: if all are on
-        this node, or if this agent can exchange data with the agents of the other nodes.
-        """
-        plan, has_store = self._decisions.plan, self._decisions.round_store is not None
-        return plan is not None and (has_store or plan.ranks[0].group_world_size == 1)
-
-    def _exchange(self, name: str) -> Exchange | None:
-        """Return the function by which nodes tell each other their steps; ``None`` if the job has one."""
-        plan, open_store = self._decisions.plan, self._decisions.round_store
-        if plan is None or open_store is None or plan.ranks[0].group_world_size == 1:
-            return None
-        from elasticrs._engine.supervise.run.agreed_step import exchange
-
-        own = plan.ranks[0]
-        return partial(exchange, open_store, own.group_rank, own.group_world_size, name)
-
     def _stop(self, action: machine.Stop) -> None:
-        """Stop the workers. If nothing has failed, first let all ranks come to the end of the same step."""
-        agreed, (tell, self._tell_stop) = self._agreed, (self._tell_stop, None)
-        if agreed is None or not action.is_planned or not self._can_agree():
-            if agreed is not None:
-                agreed.end("another request to stop came")
+        tell, self._tell_stop = self._tell_stop, None
+        if self._agreed is None:
             self._tracker.stop(action)
-            return
-
-        def send(waited: float) -> Sequence[int]:
-            self._tracker.stop(action.replaced(grace=max(0.0, action.grace - waited)))
-            return ()
-
-        from elasticrs._engine.supervise.run.agreed_step import hold_of_stop
-
-        hold = hold_of_stop(action.grace, by_hand=action.signum in KEYBOARD)
-        agreed.begin(action.signum, hold, send, tell, self._exchange("stop"))
+        else:
+            self._agreed.stop(action, tell)
 
     def pass_on(self, signum: int, tell: Tell | None = None) -> None:
-        """Send a signal to the workers, without stopping the job: to all ranks at the start of the same
-        training step, if they can agree on one. Do nothing if this signal is already being held back for
-        that. ``tell`` is called once when the workers get the signal.
+        """Send a signal to the workers, without stopping the job; see :meth:`.AgreedSteps.pass_on`. ``tell``
+        is called once when the workers get the signal.
         """
-        agreed, is_running = self._agreed, self._decisions.phase is machine.Phase.RUNNING
+        if self._agreed is not None:
+            self._agreed.pass_on(signum, tell)
+            return
+        self._tracker.forward(signum, are_running=self._decisions.phase.has_workers)
+        if tell is not None:
+            from elasticrs._engine.supervise.run.agreed_step import Delivery
 
-        def send(_waited: float) -> Sequence[int]:
-            phases = (machine.Phase.RUNNING, machine.Phase.STOPPING)
-            return self._tracker.forward(signum, are_running=self._decisions.phase in phases)
-
-        if agreed is None or not is_running or not self._can_agree():
-            send(0.0)
-            if tell is not None:
-                from elasticrs._engine.supervise.run.agreed_step import Delivery
-
-                tell(Delivery(signum))
-        elif not agreed.is_held(signum):
-            from elasticrs._engine.supervise.run.agreed_step import SAVE_HOLD
-
-            agreed.begin(signum, SAVE_HOLD, send, tell, self._exchange(f"signal {signum}"))
+            tell(Delivery(signum))
 
     def holds(self, signum: int) -> bool:
         """Return true if this signal is being held back until all ranks have made the same step."""
@@ -489,15 +448,6 @@ class Agent:
         """Send a signal that is held back, if it is time. Return the seconds until the next call."""
         agreed = self._agreed
         return _NEVER if agreed is None or not agreed.is_asking else agreed.seconds_left()
-
-    def _end_hold(self, event: machine.Event) -> None:
-        """Stop holding a signal back if this event means that the workers exited, or will be stopped."""
-        if self._agreed is None or not self._agreed.is_asking:
-            return
-        if isinstance(event, (machine.GroupEnded, machine.StartFailed)):
-            self._agreed.cancel()
-        elif isinstance(event, (machine.FailureSeen, machine.HangSeen)):
-            self._agreed.end("a rank has failed")
 
     def _start(self, action: machine.Start) -> None:
         plan = self._decisions.plan
@@ -548,13 +498,7 @@ class Agent:
             return
         from elasticrs._engine.supervise.run.agreed_step import AgreedSteps
 
-        self._agreed = AgreedSteps(
-            lambda: None if self._tracker.attempt is None else self._tracker.attempt.keep_files,
-            self._running,
-            self._job.keep_grace,
-            self._console.say,
-            _handles,
-        )
+        self._agreed = AgreedSteps(self._tracker, self._decisions, self._job, self._console.say)
 
     def _open_memory(self) -> None:
         try:
@@ -662,12 +606,3 @@ class Agent:
                 self.pass_on(signum)
             elif self._requests.is_new(signum, time.monotonic()):
                 self.ask_to_stop(machine.SignalReceived(signum))
-
-
-def _handles(pid: int, signum: int) -> bool | None:
-    """Return true if a process handles, ignores or blocks a signal, or if that is unknown; ``None`` if the
-    process has exited.
-    """
-    from elasticrs._engine.supervise.run.worker_states import can_take
-
-    return can_take(pid, signum) if has_own_proc() else True
