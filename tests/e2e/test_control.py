@@ -136,6 +136,14 @@ def test_a_second_stop_is_refused_and_one_with_now_kills(start, asked):
     assert job.wait() == 1
 
 
+def test_a_stop_of_workers_that_are_replaced_is_answered_before_they_have_ended(start, asked):
+    job = start("--on-failure=replace", "--shutdown-timeout=600", source=STUBBORN)
+    code, text = asked("stop", "--no-wait")
+    assert (code, "SIGTERM to its workers, SIGKILL in 600 s" in text) == (0, True)
+    assert asked("stop", "--now")[0] == 0
+    assert job.wait() == 1
+
+
 def test_a_failure_before_the_first_question_is_known(start, sockets):
     job = start("--max-restarts=3", source=FAILS_ONCE)
     status = wait_until(lambda: status_of(sockets, job), lambda status: status["state"] == "HEALTHY")

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from elasticrs._engine.inside.keep import layout
 from elasticrs._engine.inside.keep.layout import Agreed, AgreedState
+from elasticrs._engine.supervise.attempts.state_machine import Stop
 from elasticrs._engine.supervise.run import agreed_step
 from elasticrs._engine.supervise.run.agreed_step import (
     AgreedSteps,
@@ -91,8 +92,10 @@ class Job:
         self.sent, self.told, self.lines = [], [], []
         self.handles = True
         attempt = SimpleNamespace(keep_files=self.files, running=lambda: self.pids)
-        tracker, spec = SimpleNamespace(attempt=attempt), SimpleNamespace(keep_grace=1.0)
-        self.agreed = AgreedSteps(tracker, None, spec, self.lines.append)
+        tracker = SimpleNamespace(attempt=attempt, stop=lambda action: self.sent.append(action.signum))
+        self.decisions = SimpleNamespace(plan=None, round_store=None)
+        spec = SimpleNamespace(keep_grace=1.0)
+        self.agreed = AgreedSteps(tracker, self.decisions, spec, self.lines.append)
 
     def begin(self, signum=10, hold=5.0):
         self.agreed.begin(signum, hold, lambda _waited: self.sent.append(signum) or (), self.told.append)
@@ -152,6 +155,20 @@ def test_a_signal_is_sent_at_once_if_its_moment_does_not_matter(job):
     job.begin()
     assert (job.sent, job.told[1].step, job.lines) == ([10, 10], None, [])
     assert job.agreed.seconds_left() == float("inf")
+
+
+@pytest.mark.parametrize(("is_planned", "size", "why"), [(False, 1, "failed"), (True, 2, "exchange")])
+def test_a_stop_without_an_agreed_step_is_told_with_the_reason(job, is_planned, size, why):
+    job.train(7)
+    job.begin()
+    job.decisions.plan = SimpleNamespace(ranks=[SimpleNamespace(group_world_size=size)])
+    job.agreed.stop(Stop(15, 30.0, is_planned=is_planned), job.told.append)
+    assert job.sent == [10, 15]
+    assert [(each.signum, each.step, bool(each.why)) for each in job.told] == [
+        (10, None, True),
+        (15, None, True),
+    ]
+    assert why in job.told[1].why
 
 
 def test_a_failure_sends_the_signal_that_is_held_back_at_once(job):

@@ -73,6 +73,8 @@ _STALL = 5.0
 
 _SANE_STEPS = 1 << 62
 
+_APART = "the agents of this job's nodes cannot exchange the steps of their ranks"
+
 
 class Delivery(Value):
     """How the agent has sent a signal to the workers.
@@ -253,10 +255,14 @@ class AgreedSteps:
         self.is_asking = False
 
     def stop(self, action: machine.Stop, tell: Tell | None) -> None:
-        """Stop the workers. If nothing has failed, first let all ranks come to the end of the same step."""
+        """Stop the workers. If nothing has failed, first let all ranks come to the end of the same step. Call
+        ``tell`` when the workers get the signal.
+        """
         if not action.is_planned or not self._can_agree():
             self.end("another request to stop came")
             self._tracker.stop(action)
+            if tell is not None:
+                tell(Delivery(action.signum, None, _APART if action.is_planned else "a rank has failed"))
             return
 
         def send(waited: float) -> Sequence[int]:
@@ -274,10 +280,11 @@ class AgreedSteps:
         def send(_waited: float) -> Sequence[int]:
             return self._tracker.forward(signum, are_running=self._decisions.phase.has_workers)
 
-        if self._decisions.phase is not machine.Phase.RUNNING or not self._can_agree():
+        is_running = self._decisions.phase is machine.Phase.RUNNING
+        if not is_running or not self._can_agree():
             send(0.0)
             if tell is not None:
-                tell(Delivery(signum))
+                tell(Delivery(signum, None, _APART if is_running else ""))
         elif not self.is_held(signum):
             self.begin(signum, SAVE_HOLD, send, tell, self._exchange(f"signal {signum}"))
 

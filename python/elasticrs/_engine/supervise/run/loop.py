@@ -422,10 +422,14 @@ class Agent:
 
     def _stop(self, action: machine.Stop) -> None:
         tell, self._tell_stop = self._tell_stop, None
-        if self._agreed is None:
-            self._tracker.stop(action)
-        else:
+        if self._agreed is not None:
             self._agreed.stop(action, tell)
+            return
+        self._tracker.stop(action)
+        if tell is not None:
+            from elasticrs._engine.supervise.run.agreed_step import Delivery
+
+            tell(Delivery(action.signum))
 
     def pass_on(self, signum: int, tell: Tell | None = None) -> None:
         """Send a signal to the workers, without stopping the job; see :meth:`.AgreedSteps.pass_on`. ``tell``
