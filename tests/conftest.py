@@ -80,6 +80,15 @@ def may_take(item: pytest.Item) -> float:
     return float(timeout.args[0]) if timeout else 10.0 * (item.get_closest_marker("slow") is not None)
 
 
+TORCH = {"torch_programs", "programs", "trainers", "torch_clients"}
+"""Fixtures that import torch. Tests that use them are marked ``torch``."""
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    if TORCH.intersection(getattr(item, "fixturenames", ())):
+        item.add_marker("torch")
+
+
 SHARED = ("torch_programs", "programs", "trainers", "torch_clients", "etcd_program", "torch")
 """Fixtures that take long to start and serve all tests of a pytest process: torch's import, etcd's start."""
 

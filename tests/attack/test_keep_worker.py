@@ -4,9 +4,8 @@ from contextlib import closing
 
 import pytest
 from helpers.keep_agent import KeepAgent
-from helpers.procs import wait_until
 
-from elasticrs._engine.inside.keep.layout import Answer, Head
+from elasticrs._engine.inside.keep.layout import Answer
 
 pytestmark = [pytest.mark.slow, pytest.mark.torch]
 
@@ -29,31 +28,6 @@ def linear(every="auto", replicated=True):
 def steps(agent, rank=0):
     with closing(agent.file(rank)) as file:
         return {each.complete_step for each in file.slots} - {None}
-
-
-SMALL_ONLY = """
-class Counter:
-    count = 0
-    def state_dict(self): return {"count": self.count}
-    def load_state_dict(self, state): self.count = state["count"]
-counter = Counter()
-keep = Keep(counter=counter, replicated=True)
-def train(step):
-    counter.count += 3; keep.step(step)
-"""
-
-
-def test_state_without_modules_is_restored(agent):
-    agent.begin()
-    with agent.worker(preamble=SMALL_ONLY) as worker:
-        worker.run("keep.restore()")
-        worker.run("train(1); train(2); train(3)")
-        assert agent.order(agent.joined()) == Answer.KEPT
-        worker.kill()
-    agent.begin(step=3)
-    with agent.worker(preamble=SMALL_ONLY) as worker:
-        assert worker.run("keep.restore()") == 3
-        assert worker.run("counter.count") == 9
 
 
 DTYPES = """
@@ -158,22 +132,6 @@ def test_step_that_leaves_gradients_behind_is_not_kept(agent):
         worker.kill()
     assert steps(agent) <= {4, 8}
     assert max(steps(agent)) == 8
-
-
-@pytest.mark.parametrize(("every", "copied"), [("auto", {5}), (7, {4, 6})])
-def test_steps_may_be_numbers_of_samples(agent, every, copied):
-    """With ``auto``, rank 0 announces each copy some steps ahead: in the second step, that of the fifth."""
-    agent.begin()
-    with agent.worker(preamble=linear(every, replicated=False)) as worker:
-        worker.run("keep.restore()")
-        for step in range(1, 7):
-            worker.run(f"train({step * 512})")
-        with closing(agent.file()) as file:
-            wait_until(lambda: file.words[Head.COPIES] == (1 if every == "auto" else 3))
-            announced = file.words[Head.NEXT]
-        worker.kill()
-    assert steps(agent) == {step * 512 for step in copied}
-    assert (announced % 512, announced > 6 * 512) == ((1, True) if every == "auto" else (0, False))
 
 
 def test_copies_are_never_of_two_consecutive_steps(agent):

@@ -353,7 +353,6 @@ distributed.destroy_process_group()
 """
 
 
-@pytest.mark.torch
 def test_a_pickle_and_a_json_dump_of_torch_give_the_same_record(tmp_path, torch_programs):
     torch_programs.checked(DUMP, str(tmp_path))
     record = parse([(tmp_path / "pickle").read_bytes()])

@@ -133,21 +133,6 @@ def test_a_stopped_job_does_not_wait_for_gpu_memory(run, gpus):
     launched.exits(1)
 
 
-@pytest.mark.parametrize(
-    ("fails", "constants"), [("nvmlInit_v2 18", {}), ("nvmlNone 18", {"KERNEL_LOG": "/no/kernel log"})]
-)
-def test_what_cannot_be_watched_is_reported_once_and_does_not_affect_the_job(run, gpus, fails, constants):
-    gpus.set("fails", fails)
-    launched = run(FAILS, "--max-restarts=2", **constants).exits(1)
-    assert launched.stderr.count(constants.get("KERNEL_LOG", "nvmlInit_v2")) == 1
-
-
-def test_a_hanging_nvml_call_does_not_affect_the_job(run, gpus):
-    gpus.set("hangs", "nvmlInit_v2 1")
-    launched = run(FAILS, "--max-restarts=1", START_LIMIT=0.0).exits(1)
-    says(launched.stderr, "attempt 1 is running", "exitcode  : 1")
-
-
 def watcher_of(launched, gpus):
     gpus.wait_for_calls("nvmlInit_v2")
     (watcher,) = [each for each in launched.descendants() if "_engine.gpus.gpu_watch" in each.command]

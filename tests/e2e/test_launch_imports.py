@@ -1,5 +1,6 @@
 """The import budget: a short list of modules that a launch may load beyond those of a bare interpreter."""
 
+import functools
 import sys
 
 from helpers.procs import run_program
@@ -23,6 +24,7 @@ STANDARD = {
 }
 
 
+@functools.cache
 def loaded(*argv):
     done = run_program(
         [sys.executable, "-S", "-c", PROGRAM.format(argv=list(argv))],

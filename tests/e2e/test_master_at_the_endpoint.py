@@ -3,7 +3,6 @@
 import re
 import signal
 
-import pytest
 from helpers import ports, procs
 from helpers.coordination import store_command
 from helpers.launcher import Launched, clean_environment
@@ -50,7 +49,6 @@ def test_the_workers_of_several_nodes_meet_at_a_store_of_its_own(launch, tmp_pat
         store.close()
 
 
-@pytest.mark.torch
 def test_torchs_own_process_group_forms_at_the_endpoint(launch_with_torch):
     port = str(ports.free())
     script = WORKERS / "all_reduce.py"

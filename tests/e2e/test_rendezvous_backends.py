@@ -345,14 +345,12 @@ def in_file(launch_with_torch, tmp_path):
     return start
 
 
-@pytest.mark.torch
 def test_nodes_rendezvous_through_a_file(in_file, worker_script):
     nodes = in_file(worker_script(SHOW))
     assert [node.wait() for node in nodes] == [0, 0], nodes[0].stderr
     assert sorted(node.stdout for node in nodes) == ["0 2 0 0\n", "1 2 1 0\n"]
 
 
-@pytest.mark.torch
 @pytest.mark.beyond_torchrun  # torchrun has other names for its modules
 def test_the_documented_handler_works_in_a_package_and_in_a_program(
     launch_with_torch, worker_script, tmp_path

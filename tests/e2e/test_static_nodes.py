@@ -141,7 +141,6 @@ def test_rdzv_endpoint_can_replace_master_addr_and_master_port(launch):
     assert [agent.wait() for agent in agents] == [0, 0]
 
 
-@pytest.mark.torch
 def test_a_process_group_forms_over_the_given_address(launch_with_torch):
     nodes = Nodes(launch_with_torch, 2, WORKERS / "all_reduce.py")
     for rank in (1, 0):
@@ -167,7 +166,6 @@ def test_rank_0_hosts_the_store_of_the_workers(launch, worker_script):
         assert json.loads(agent.stdout) == ["False", "127.0.0.1", str(nodes.port), str(rank)]
 
 
-@pytest.mark.torch
 @pytest.mark.beyond_torchrun
 def test_a_process_group_forms_again_in_three_restarts(launch_with_torch):
     nodes = Nodes(launch_with_torch, 2, WORKERS / "all_reduce.py", restarts=3, env={"FAILURES": "3"})
@@ -257,7 +255,6 @@ def test_one_of_two_nodes_with_the_same_rank_is_refused(launch):
     finish(first, *agents, third)
 
 
-@pytest.mark.torch
 @pytest.mark.beyond_torchrun
 def test_a_surplus_node_is_refused_with_the_reason(launch_with_torch, worker_script):
     nodes = Nodes(launch_with_torch, 2, worker_script(STORE), conf=QUICK)

@@ -47,7 +47,6 @@ def test_rank_0_hosts_the_store_on_a_new_port_in_each_round(two_nodes, worker_sc
 
 
 @pytest.mark.beyond_torchrun
-@pytest.mark.torch
 def test_torch_workers_train_with_the_store_of_rank_0(two_nodes, launch_with_torch):
     started = two_nodes(WORKERS / "all_reduce.py", launch_with_torch)
     assert [each.wait(60) for each in started] == [0, 0], started[0].stderr

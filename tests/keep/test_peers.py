@@ -373,9 +373,8 @@ SIZE = (4 << 20) + 4096
 def ranks(monkeypatch):
     """Return a function that makes :class:`Ranks`. They are closed after the test."""
     monkeypatch.setenv("OPENBLAS_NUM_THREADS", "1")  # No threads that outlive the test.
-    import torch  # Here, because the import takes seconds, and not all tests need it.
-
-    torch.set_num_threads(1)
+    # Import torch here, because the import takes seconds, and not all tests need it.
+    pytest.importorskip("torch").set_num_threads(1)
     monkeypatch.setattr("elasticrs._engine.inside.keep.peers._END_LIMIT", 0.1)
     with ExitStack() as stack:
         yield lambda *args, **named: stack.enter_context(closing(Ranks(monkeypatch, *args, **named)))
@@ -398,7 +397,6 @@ def content(step, rank):
     return rank, bytes([step % 251, rank]) * (SIZE // 2)
 
 
-@pytest.mark.torch
 @pytest.mark.parametrize("count", [2, 3])
 def test_each_node_has_the_copies_of_another_one_and_keeps_the_secured_ones(ranks, count):
     made, steps = ranks(count), []
@@ -413,7 +411,6 @@ def test_each_node_has_the_copies_of_another_one_and_keeps_the_secured_ones(rank
     assert all(file.words[Head.SECURED] == steps[-1] + 1 for file in made.own)
 
 
-@pytest.mark.torch
 def test_without_partners_ranks_know_which_copies_the_others_have(ranks):
     made = ranks(3, every=2, has_partners=False, mode=Mode.AUTO)
     agreed = [schedule.generations for schedule in made.schedules]
@@ -435,7 +432,6 @@ def test_without_partners_ranks_know_which_copies_the_others_have(ranks):
     assert made.taken(0) == {}
 
 
-@pytest.mark.torch
 def test_a_restored_step_is_sent_at_once(ranks):
     made = ranks(2, restored=40)
     made.begin()
@@ -443,7 +439,6 @@ def test_a_restored_step_is_sent_at_once(ranks):
     assert made.taken(0) == {40: content(40, 1)}
 
 
-@pytest.mark.torch
 def test_equal_states_are_not_sent(ranks):
     made = ranks(2, mode=Mode.AUTO)
     made.begin()
@@ -457,7 +452,6 @@ def test_equal_states_are_not_sent(ranks):
     assert all(file.words[Head.WAS_REPLICATED] for file in made.own)
 
 
-@pytest.mark.torch
 def test_without_a_rank_s_copy_the_generation_before_stays(ranks):
     made = ranks(2)
     made.begin()
@@ -471,7 +465,6 @@ def test_without_a_rank_s_copy_the_generation_before_stays(ranks):
     assert second not in {slot.complete_step for slot in made.own[0].slots}
 
 
-@pytest.mark.torch
 def test_a_rank_that_learns_of_a_step_too_late_leaves_the_step_before_secured_on_all(ranks):
     made = ranks(2, has_partners=False)
     made.begin()
@@ -491,7 +484,6 @@ def test_a_rank_that_learns_of_a_step_too_late_leaves_the_step_before_secured_on
     assert all(schedule.protected() - {None} == {first} for schedule in made.schedules)
 
 
-@pytest.mark.torch
 @pytest.mark.parametrize(("rank", "mode"), [(0, Mode.AUTO), (1, Mode.AUTO), (1, Mode.SHARDED)])
 def test_all_nodes_say_once_that_a_rank_makes_no_copies_any_more(ranks, monkeypatch, rank, mode):
     from elasticrs._engine.inside.keep.copier import Copier  # Here, because it imports torch.
@@ -525,7 +517,6 @@ def test_all_nodes_say_once_that_a_rank_makes_no_copies_any_more(ranks, monkeypa
     assert {each.secured for each in generations} == {first}
 
 
-@pytest.mark.torch
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("key", ["copied/{}", "taken"])
 def test_a_rank_that_cannot_compare_its_copies_tells_the_others_why(ranks, monkeypatch, rank, key):
@@ -576,7 +567,6 @@ class FaultyStore:
         return getattr(self._store, name)
 
 
-@pytest.mark.torch
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_without_keep_is_not_waited_for(ranks, rank):
     made = ranks(2, has_partners=False)
@@ -587,7 +577,6 @@ def test_a_rank_without_keep_is_not_waited_for(ranks, rank):
     wait_until(lambda: not made.schedules[1 - rank].generations.are_compared)
 
 
-@pytest.mark.torch
 @pytest.mark.parametrize("rank", [0, 1])
 def test_ranks_say_that_they_wait_for_one_that_does_not_use_keep(ranks, monkeypatch, rank):
     monkeypatch.setattr("elasticrs._engine.inside.keep.peers._LATE", 0.1)
@@ -597,7 +586,6 @@ def test_ranks_say_that_they_wait_for_one_that_does_not_use_keep(ranks, monkeypa
     assert made.said[0].startswith("no more periodic copies are made until all ranks have said")
 
 
-@pytest.mark.torch
 @pytest.mark.parametrize(("key", "value"), [("next", ["x", []]), ("next", 7), ("compared", [1, [], True])])
 def test_a_damaged_value_in_the_store_ends_the_copies_and_not_the_training(ranks, monkeypatch, key, value):
     monkeypatch.setattr("elasticrs._engine.inside.keep.peers._QUIET", 0)
@@ -610,7 +598,6 @@ def test_a_damaged_value_in_the_store_ends_the_copies_and_not_the_training(ranks
     assert not any(schedule.next(9, is_idle=True)[0] for schedule in made.schedules)
 
 
-@pytest.mark.torch
 def test_a_damaged_copy_of_a_partner_is_dropped_when_another_node_wants_to_restore_it(ranks):
     made = ranks(2)
     made.begin()
@@ -636,7 +623,6 @@ def test_a_damaged_copy_of_a_partner_is_dropped_when_another_node_wants_to_resto
         new.close()
 
 
-@pytest.mark.torch
 def test_the_agent_reads_which_copies_of_other_ranks_a_file_has(ranks):
     made = ranks(2)
     made.begin()
@@ -675,7 +661,6 @@ def cuts(part, data):
     return None if part == b"data" else data
 
 
-@pytest.mark.torch
 @pytest.mark.parametrize(("fault", "why"), [(flips, "damaged on its way"), (cuts, "ended too early")])
 def test_a_faulty_wire_leaves_the_copy_before_and_a_line(ranks, wire, fault, why):
     made, faults = ranks(2), []
@@ -698,7 +683,6 @@ def test_a_faulty_wire_leaves_the_copy_before_and_a_line(ranks, wire, fault, why
     assert set(made.taken(1)) == {first, third}
 
 
-@pytest.mark.torch
 def test_a_slow_partner_is_given_up_after_three_transfers(ranks, wire, monkeypatch):
     monkeypatch.setattr("elasticrs._engine.inside.handover.TRANSFER_TIMEOUT", 0.05)
     stop = threading.Event()
@@ -717,7 +701,6 @@ def test_a_slow_partner_is_given_up_after_three_transfers(ranks, wire, monkeypat
     assert "not kept here any more" in made.said[2]
 
 
-@pytest.mark.torch
 def test_a_copy_that_does_not_fit_into_the_memory_is_refused_with_numbers(ranks):
     made = ranks(2, memory=16 << 20)
     made.begin()

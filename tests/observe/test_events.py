@@ -53,7 +53,6 @@ def test_an_invalid_event_is_refused(text, error):
         Event.deserialize(text)
 
 
-@pytest.mark.torch
 def test_the_text_of_an_event_is_as_in_torch(torch_programs):
     program = """
 import importlib, sys

@@ -140,12 +140,10 @@ def test_a_metric_sink_gets_every_value_in_addition_to_the_handlers(kept):
     api.remove_sink(sinks[1])
 
 
-@pytest.mark.torch
 def test_the_names_for_an_import_of_all_are_those_of_torch(torch_programs):
     assert set(json.loads(torch_programs.checked(ALL, f"{TORCHS}.api"))) == set(api.__all__)
 
 
-@pytest.mark.torch
 def test_the_same_calls_emit_the_same_metrics_as_in_torch(torch_programs):
     outputs = (torch_programs.checked(CALLS, module) for module in ("elasticrs.metrics", TORCHS))
     ours, torchs = (output.splitlines()[-1] for output in outputs)

@@ -213,7 +213,6 @@ os._exit(0)
 """
 
 
-@pytest.mark.torch
 def test_group_creation_stops_if_a_peer_died_before_connecting(torch_programs):
     # Gloo itself would wait for five times its timeout, which is longer than this test may take.
     made = torch_programs.run(MAKES_A_GROUP_WITH_ONE_THAT_IS_GONE)
@@ -270,7 +269,6 @@ def test_connect_does_not_wait_for_a_lost_store_after_the_round_ended():
         connect("127.0.0.1", port, lambda: True)
 
 
-@pytest.mark.torch
 def test_destroying_a_group_restores_sys_excepthook(torch_programs):
     """Torch replaces the hook for each group. If elasticrs did not restore it, each group would add a prefix
     to each line.
@@ -289,7 +287,6 @@ for _ in range(3):
     torch_programs.checked(program)
 
 
-@pytest.mark.torch
 def test_connect_gives_up_soon_if_the_store_closes_the_connection(torch_programs):
     program = """
 import socket, threading, time

@@ -212,7 +212,6 @@ except TypeError as error:
 NOTHING = "the state Kept has nothing to save: its state_dict is None"
 
 
-@pytest.mark.torch
 def test_states_are_saved_and_loaded(torch_programs):
     output = torch_programs.checked(KEPT + SAVES, "new")
     assert output.splitlines() == ["4", "OldKept has no state_dict", NOTHING]
@@ -225,7 +224,6 @@ def test_states_of_an_old_program_are_saved_by_snapshots_as_in_torchelastic_0_1(
     assert (ended.returncode, ended.stdout.splitlines()) == (0, ["4", "5", NOTHING])
 
 
-@pytest.mark.torch
 def test_a_state_that_needs_unpickling_is_loaded_with_a_warning(torch_programs):
     first, warning, second, *_ = torch_programs.checked(KEPT + SAVES, "fraction").splitlines()
     assert (first, second) == ("4", "1/3")
@@ -251,7 +249,6 @@ print(os.path.exists(sys.argv[1]))
 """
 
 
-@pytest.mark.torch
 def test_a_state_of_a_peer_runs_code_only_if_the_store_needs_a_token(torch_programs, tmp_path):
     said = torch_programs.checked(KEPT + LOADS_FROM_A_PEER, str(tmp_path / "made")).splitlines()
     assert said[0] == "[1.0, 1.0]"
@@ -309,7 +306,6 @@ print(loaded.value.tolist(), loaded.value.device)
 """
 
 
-@pytest.mark.torch
 def test_gpu_tensors_of_another_rank_are_loaded_on_a_device_of_this_rank(torch_programs):
     done = torch_programs.run(KEPT + OTHER_GPU)
     device = "cuda:0" if "cuda:0" in done.stdout else "cpu"

@@ -168,7 +168,6 @@ class Job:
         return found
 
 
-@pytest.mark.torch
 def test_a_checkpoint_request_to_one_worker_makes_all_workers_save_once(trainers, tmp_path):
     job = Job(trainers(FIXED), tmp_path)
     job.run(*NAMES)
@@ -184,7 +183,6 @@ def test_a_checkpoint_request_to_one_worker_makes_all_workers_save_once(trainers
     assert [each[0] for each in job.saved()] == [SIZE // 20, step]
 
 
-@pytest.mark.torch
 def test_simultaneous_requests_share_a_checkpoint(trainers, tmp_path):
     job = Job(trainers(FIXED), tmp_path)
     job.run(*NAMES)
@@ -197,7 +195,6 @@ def test_simultaneous_requests_share_a_checkpoint(trainers, tmp_path):
     )
 
 
-@pytest.mark.torch
 def test_a_request_without_a_checkpoint_manager_is_reported_and_ignored(trainers, tmp_path):
     job = Job(trainers(FIXED), tmp_path, checkpoints=None)
     job.run(*NAMES)
@@ -207,7 +204,6 @@ def test_a_request_without_a_checkpoint_manager_is_reported_and_ignored(trainers
     line_with(job.trainers.stderr.read_text(), "checkpoint", "set_checkpoint_manager")
 
 
-@pytest.mark.torch
 def test_a_missing_checkpoint_manager_is_reported_once_when_a_worker_leaves(trainers, tmp_path):
     job = Job(trainers(FLEXIBLE + "&keep_alive_interval=5"), tmp_path, checkpoints=None)
     job.run(*NAMES)
@@ -217,7 +213,6 @@ def test_a_missing_checkpoint_manager_is_reported_once_when_a_worker_leaves(trai
     line_with(job.trainers.stderr.read_text(), "checkpoint", "set_checkpoint_manager")
 
 
-@pytest.mark.torch
 def test_a_request_is_not_lost_if_a_worker_dies_while_saving(trainers, tmp_path):
     job = Job(trainers(FLEXIBLE), tmp_path)
     fault = {"in": "save", "at": 0, "do": "kill", "once": str(tmp_path / "has died")}
@@ -233,7 +228,6 @@ def test_a_request_is_not_lost_if_a_worker_dies_while_saving(trainers, tmp_path)
     job.ends(*left)
 
 
-@pytest.mark.torch
 def test_rank_0_saves_on_sigterm_and_leaves_without_interrupting_the_others(trainers, tmp_path):
     job = Job(trainers(FLEXIBLE), tmp_path)
     # Rank 0 leaves while the others still read from it. It must not exit before they have finished.
@@ -249,7 +243,6 @@ def test_rank_0_saves_on_sigterm_and_leaves_without_interrupting_the_others(trai
     assert "interrupted by" not in job.trainers.stderr.read_text()
 
 
-@pytest.mark.torch
 def test_the_next_run_continues_at_the_step_saved_on_sigterm(trainers, tmp_path):
     job = Job(trainers(FIXED), tmp_path)
     job.run(*NAMES)
@@ -264,7 +257,6 @@ def test_the_next_run_continues_at_the_step_saved_on_sigterm(trainers, tmp_path)
         assert told["done"] == list(range(step + 1, SIZE // 20 + 1))
 
 
-@pytest.mark.torch
 def test_a_leaving_worker_does_not_wait_long_for_missing_workers(trainers, tmp_path):
     job = Job(trainers(FIXED), tmp_path, meeting_limit=0.5)
     job.run(*NAMES)

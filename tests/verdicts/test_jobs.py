@@ -103,7 +103,6 @@ DIES = """
 """
 
 
-@pytest.mark.torch
 @pytest.mark.parametrize("how", ["os.kill(os.getpid(), signal.SIGKILL)", "raise KeyError('batch')"])
 def test_ranks_that_lose_a_peer_are_not_blamed(run, launch_with_torch, how):
     ended = run(DIES.format(how=how), nproc=4, launch=launch_with_torch, env={"OMP_NUM_THREADS": "1"})

@@ -212,7 +212,6 @@ def test_finalizers_run_except_those_that_unregister_the_operators_of_torch(work
     assert sorted(line for line in lines if line != "torn down") == found
 
 
-@pytest.mark.torch
 def test_torch_unregisters_its_operators_by_finalizers_that_are_skipped(torch_programs):
     source = """
 import weakref
