@@ -219,12 +219,6 @@ def test_the_end_of_an_epoch_of_transformers_is_not_left_out(calm, train, moment
 
 
 @pytest.mark.parametrize("program", ["with_lightning", "with_transformers"])
-def test_a_training_that_has_ended_is_not_repeated(calm, train, program):
-    _, hurt = ends_as_without(calm, train, program, [[0, 1, "done", 24, "SIGKILL"]])
-    assert hurt.first_steps() == {0: 0}
-
-
-@pytest.mark.parametrize("program", ["with_lightning", "with_transformers"])
 def test_training_on_two_nodes_goes_on(calm, train, program):
     die = [[0, 1, "forward", 9, "SIGKILL"]]
     _, hurt = ends_as_without(calm, train, program, die, nodes=2)

@@ -3,7 +3,7 @@
 import signal
 
 import pytest
-from helpers import ports, procs
+from helpers import ports
 from helpers.host_programs import told
 from helpers.schema import schemas
 
@@ -274,41 +274,6 @@ except SignalException as error:
     started.wait_for_line("MEETING")
     started.signal(signal.SIGINT)
     assert told(started) == ["SIGINT", True]
-
-
-TORCHS = """
-def work():
-    import torch.distributed as dist
-    from torch import tensor
-    dist.init_process_group("gloo")
-    total = tensor([float(dist.get_rank())])
-    dist.all_reduce(total)
-    dist.destroy_process_group()
-    return total.item()
-"""
-
-
-@pytest.mark.torch
-@pytest.mark.slow
-def test_two_nodes_rendezvous_through_a_handler_of_torch(host):
-    main = """
-import torch.distributed.elastic.rendezvous.registry as registry
-from torch.distributed.elastic.rendezvous import RendezvousParameters as Parameters
-mine = registry.get_rendezvous_handler(
-    Parameters("c10d", sys.argv[2], "job", 2, 2, is_host=sys.argv[1] == "0")
-)
-result = agent(spec(mine, work), exit_barrier_timeout=20).run()
-tell(result.state.value, result.return_values)
-# At times torch's store ends an interpreter that ends with "terminate called without an active exception".
-sys.stdout.flush()
-os._exit(0)
-"""
-    started = [host(TORCHS, main, node) for node in (0, 1)]
-    assert [told(each) for each in started] == [
-        ["SUCCEEDED", {"0": 6.0, "1": 6.0}],
-        ["SUCCEEDED", {"2": 6.0, "3": 6.0}],
-    ]
-    procs.reap_adopted(keep=[each.pid for each in started])
 
 
 def test_the_health_server_reports_an_agent_with_hooks(host):

@@ -6,8 +6,6 @@ import sys
 
 from elasticrs import _core
 
-SLEEP = ["sleep", "1234"]
-
 
 def python(code, *arguments):
     return [sys.executable, "-c", code, *map(str, arguments)]
