@@ -7,10 +7,12 @@ copied at once.
 
 from __future__ import annotations
 
+import ctypes
 import random
 import sys
 from array import array
 from hashlib import blake2b
+from itertools import chain
 from operator import attrgetter, is_
 from zlib import crc32
 
@@ -22,7 +24,7 @@ from elasticrs._engine.inside.keep.file import round_up
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping
     from typing import Any
 
     from elasticrs._engine.inside.keep.trees import Leaves, Path
@@ -40,6 +42,8 @@ _COMMON = ("torch.optim.lr_scheduler", "torch.amp.grad_scaler")
 """Python modules of torch that define classes (such as schedulers) whose state is the same on all ranks."""
 
 _version = attrgetter("_version")
+
+_NO_STATES = trees.encode({})
 
 
 class Parts:
@@ -147,7 +151,7 @@ class Collector:
         self._of_others: Leaves = []
         self._parts: Parts | None = None
         self._volatile: dict[Path, torch.Tensor] = {}
-        self._watch: list[Callable[[], list[Any]]] = []
+        self._watch: list[Callable[[], Iterable[Any]]] = []
         self._seen: list[Any] = []
         self._age = 0
 
@@ -170,10 +174,12 @@ class Collector:
             self._of_others = of_others
             self._parts = Parts(self._skeletons, self._large + of_others, self._of_optimizers)
         groups = {name: _settings(optimizer) for name, optimizer in self.optimizers.items()}
-        common = {name: states.pop(name) for name in self.common}
+        common = _NO_STATES
+        if self.common:
+            common = trees.encode({name: states.pop(name) for name in self.common}, is_large)
         before, small = self._before, self._small(states)
         self._before = layout.pack([step]) + small
-        return Boundary(step, self._parts, groups, small, trees.encode(common, is_large), before)
+        return Boundary(step, self._parts, groups, small, common, before)
 
     def begin_after(self, step: int) -> bytes:
         """Take the present state as that after ``step``. Return the encoded random numbers and the like."""
@@ -224,10 +230,9 @@ class Collector:
     def _refresh(self) -> bool:
         """Look up the tensors of modules and optimizers. Return true if they are still the same objects."""
         self._age += 1
-        if self._watch and self._age % _RECHECKED:
-            now = [each for watched in self._watch for each in watched()]
-            if len(now) == len(self._seen) and all(map(is_, now, self._seen)):
-                return True
+        # A model may have thousands of tensors. So neither run Python code for each, nor make a list of them.
+        if self._watch and self._age % _RECHECKED and all(map(is_, self._watched(), self._seen)):
+            return True
         self._watch, self._volatile, self._skeletons = [], {}, {}
         self._large, self._of_optimizers = [], []
         # Call this for each object, even after a false result, because each call adds to the lists.
@@ -235,8 +240,12 @@ class Collector:
         are_cacheable += [self._take_optimizer(name, each) for name, each in self.optimizers.items()]
         if not all(are_cacheable):
             self._watch = []
-        self._seen = [each for watched in self._watch for each in watched()]
+        self._seen = list(self._watched())
         return False
+
+    def _watched(self) -> Iterator[Any]:
+        """Return the present tensors of modules and optimizers. Mark the end by the function :func:`is_`."""
+        return chain(*(watched() for watched in self._watch), (is_,))
 
     def _take_module(self, name: str, module: torch.nn.Module) -> bool:
         """Add the tensors of a module to the lists of tensors to copy. Return true if these lists stay valid
@@ -254,9 +263,11 @@ class Collector:
                 self._large.append((path, leaf))
             else:
                 self._volatile[path] = leaf
-        tables = [table for each in module.modules() for table in (each._parameters, each._buffers) if table]
-        self._watch.append(lambda: [each for table in tables for each in table.values()])
-        return is_live(module, state)
+        tables: list[dict[str, Any]] = [
+            table for each in module.modules() for table in (each._parameters, each._buffers) if table
+        ]
+        self._watch.append(lambda: chain.from_iterable(map(dict.values, tables)))
+        return is_live(module, state) and all(isinstance(table, dict) for table in tables)
 
     def _take_optimizer(self, name: str, optimizer: torch.optim.Optimizer) -> bool:
         """Add the state of an optimizer to the lists of tensors. Return true if these lists stay right until
@@ -271,10 +282,11 @@ class Collector:
         self._of_optimizers += leaves
         # Read these attributes of the optimizer each time, because it replaces them when it loads a state.
         self._watch += [
-            lambda: [each for entry in optimizer.state.values() for each in entry.values()],
+            lambda: chain.from_iterable(map(dict.values, optimizer.state.values())),
             lambda: [group["params"] for group in optimizer.param_groups],
         ]
         is_plain = type(optimizer).state_dict is torch.optim.Optimizer.state_dict
+        is_plain &= all(isinstance(entry, dict) for entry in optimizer.state.values())
         # A state with values of other types, such as the lists of LBFGS, must be looked up in each step. The
         # optimizer appends to such a list, which stays the same object, so the change would not be seen.
         scalars = (torch.Tensor, int, float, type(None))
@@ -329,7 +341,7 @@ def random_state() -> dict[str, Any]:
     """Return the states of the generators of random numbers that the program uses."""
     version, numbers, gauss = random.getstate()
     state: dict[str, Any] = {
-        "torch": torch.get_rng_state(),
+        "torch": _bytes_of(torch.get_rng_state()),
         "random": (version, array("I", numbers).tobytes(), gauss),
     }
     numpy: Any = sys.modules.get("numpy.random")
@@ -341,9 +353,13 @@ def random_state() -> dict[str, Any]:
     return state
 
 
+def _bytes_of(tensor: torch.Tensor) -> bytes:
+    return ctypes.string_at(tensor.data_ptr(), tensor.numel())
+
+
 def set_random_state(state: Mapping[str, Any]) -> None:
     """Set the generators of random numbers to the states that :func:`random_state` has returned."""
-    torch.set_rng_state(state["torch"])
+    torch.set_rng_state(torch.frombuffer(bytearray(state["torch"]), dtype=torch.uint8))
     version, numbers, gauss = state["random"]
     random.setstate((version, tuple(array("I", numbers)), gauss))
     if "numpy" in state:

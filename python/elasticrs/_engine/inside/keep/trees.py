@@ -57,8 +57,8 @@ def take_apart(value: Any, path: Path, leaves: Leaves) -> Any:
             if type(key) is not str:
                 _check(key, path)
             made[key] = take_apart(each, (*path, key), leaves)
-        kept = next((each for each in _DICTS if isinstance(value, each)), dict)
-        return kept(made)
+        kept = None if kind is dict else next((each for each in _DICTS if isinstance(value, each)), None)
+        return made if kept is None else kept(made)
     if kind in (list, tuple):
         return kind([take_apart(each, (*path, at), leaves) for at, each in enumerate(value)])
     _check(value, path)
