@@ -352,8 +352,11 @@ def test_state_of_a_job_that_ends_without_success_is_saved_for_the_next_one(run,
         assert Path(path) == saved / "rank0"
         assert (plan["large"]["slot"], plan["large"]["sequence"], plan["own"]) == (1, 5, 1)
         assert plan["home"] == f"{mark}:{saved / f'rank{rank}'}"
-    plans = plans_after(run, f"--keep-save={folder}", nproc=3)
-    assert [(plan["step"], plan["behind"]) for plan in plans.values()] == [(12, [2])] * 3
+    # The second job has succeeded, so the third one repeats steps, and says so.
+    later, plans = run("", f"--keep-save={folder}", nproc=3)
+    assert [(plan["step"], plan["behind"]) for plan in plans[0].values()] == [(12, [2])] * 3
+    has_told = "after step 12 was saved in {}, a job with this folder has succeeded".format
+    assert later.stderr.count(has_told(saved)) == 1
     has_data = [b"state of rank" in (saved / f"rank{rank}").read_bytes() for rank in (0, 1)]
     assert has_data == [True, False]
     (saved / "rank0").write_bytes((saved / "rank0").read_bytes()[:70000])

@@ -40,6 +40,7 @@ _VERSION = 2
 _PREFIX = "kept-"
 _UNFINISHED = ".unfinished"
 _IN_USE = ".in-use-"
+_SUCCEEDED = "succeeded"
 _BUSY_LIMIT = 2.0
 """Maximum seconds for which a job waits for the end of another job that uses the folder of --keep-save."""
 
@@ -62,12 +63,14 @@ class Saved(Value):
             many ranks as have saved the state.
         places: for each rank, the saved file with its copies, as ``{mark}:{path}`` (see :mod:`.layout`).
         own: for each rank that has itself copied this step, the slot with this copy in its file.
+        has_succeeded: true if a job that used the folder has succeeded since the state was saved.
     """
 
     name: str
     saved: Choice
     places: Mapping[int, str]
     own: Mapping[int, int]
+    has_succeeded: bool
 
     @property
     def step(self) -> int:
@@ -219,13 +222,17 @@ def claim(parent: str, job: str) -> int:
         time.sleep(_PAUSE)
 
 
-def release(parent: str, job: str, descriptor: int) -> None:
-    """Delete the mark that :func:`claim` has made, unless another agent of the job still uses the folder."""
+def release(parent: str, job: str, descriptor: int, *, has_succeeded: bool) -> None:
+    """Delete the mark that :func:`claim` has made, unless another agent of the job still uses the folder. If
+    the job ``has_succeeded``, note that in the newest saved state, which is older than the job's end.
+    """
     try:
+        for part in _parts(parent, max(_numbers(parent), default=0)) if has_succeeded else ():
+            os.close(os.open(os.path.join(part, _SUCCEEDED), os.O_WRONLY | os.O_CREAT, 0o600))
         if _lock(descriptor, LOCK_EX):
             os.unlink(_mark_of(parent, job))
     except OSError:
-        return  # The file stays, but unlocked, so the next job in this folder deletes it.
+        return  # If the mark stays, it is unlocked, so the next job in this folder deletes it.
     finally:
         os.close(descriptor)
 
@@ -339,7 +346,8 @@ def _chosen(parts: Sequence[str]) -> Saved:
     needed = range(1 if choice.is_replicated else world)
     if len(sources) < len(needed):
         raise ValueError(f"{name} has no complete copy of step {choice.step}")
-    return Saved(name, choice.replaced(ranks=world, sources=sources), places, own)
+    has_succeeded = any(os.path.exists(os.path.join(part, _SUCCEEDED)) for part in parts)
+    return Saved(name, choice.replaced(ranks=world, sources=sources), places, own, has_succeeded)
 
 
 def _record(part: str) -> dict[str, Any]:

@@ -51,7 +51,7 @@ class Keeping:
         self._access: FileAccess | None = None
         self._claim: tuple[str, str, int] | None = None
         """Folder of ``--keep-save``, name of this job, and descriptor of the file that marks the folder."""
-        self._has_warned = False
+        self._has_warned = self._has_told_success = False
         if self._parent and self._off:
             self._parent = None
             say(f"keep: nothing is saved, because {self._off}")
@@ -278,6 +278,13 @@ class Keeping:
         if found is not None and bar is not None and found.step >= bar:
             self._say(f"keep: step {found.step} in {found.name} is set aside: two attempts failed alike")
             return None
+        if found is not None and found.has_succeeded and not self._has_told_success:
+            self._has_told_success = True
+            self._say(
+                f"keep: after step {found.step} was saved in {found.name}, a job with this folder has"
+                " succeeded; a restore of that step repeats the end of the training (to begin anew, use"
+                " another folder)"
+            )
         return found
 
     def save(self, choice: Choice | None, limit: float, interrupts: Callable[[int, float], bool]) -> str:
@@ -343,13 +350,13 @@ class Keeping:
         self._say(f"keep: {what} is saved in {folder}; the next job with --keep-save goes on from {it}")
         return folder
 
-    def release(self) -> None:
+    def release(self, *, has_succeeded: bool) -> None:
         """Let other jobs use the folder of ``--keep-save``, because this job ends."""
         if self._claim is not None and self._access is not None:
             from elasticrs._engine.inside.keep.saved import release
 
             claimed, self._claim = self._claim, None
-            self._access.run(lambda: release(*claimed), None)
+            self._access.run(lambda: release(*claimed, has_succeeded=has_succeeded), None)
 
     def _give_up(self, error: OSError) -> None:
         self.files = None

@@ -542,7 +542,7 @@ class Agent:
         if self._keeping is not None and self.result.phase is not machine.Phase.SUCCEEDED:
             self._end_keeping(self._keeping, is_failure=self.result.phase is machine.Phase.FAILED)
         if self._keeping is not None:
-            self._keeping.release()
+            self._keeping.release(has_succeeded=self.result.phase is machine.Phase.SUCCEEDED)
 
     def _end_keeping(self, keeping: Keeping, *, is_failure: bool) -> None:
         """Save the kept training state for the next job (``--keep-save``). If the job has failed, have its
