@@ -9,6 +9,7 @@ import signal
 import sys
 
 import pytest
+from helpers import procs
 from helpers.kept import ENVIRONMENT, OPTIONS, PROGRAM, KeptTraining
 
 pytestmark = [
@@ -187,6 +188,21 @@ def test_without_enough_memory_the_training_goes_on_unkept(job, calm, limits):
     assert hurt.ends() == calm(*arguments)
     assert hurt.training.lost() == [32]
     assert re.search(r"keep: (rank \d: )?Keep is off: .*memory", hurt.launched.stderr)
+
+
+@pytest.mark.privileged
+def test_a_state_too_large_for_the_memory_cgroup_is_not_kept(job, calm):
+    """Two copies of a rank's state need 193 MiB. The limit of the cgroup leaves 102 MiB for them."""
+    arguments = ("--steps", "9", "--width", "400000")
+    with procs.memory_cgroup(2 << 30) as group:
+        join = ("sh", "-c", 'echo $$ > "$0/cgroup.procs" && exec "$@"', str(group))
+        argv = (*join, sys.executable, "-m", "elasticrs.launch")
+        options = ("--keep-memory", "10%")
+        hurt = job("hurt", *arguments, *faults("kill:0:1:5"), options=options, argv=argv)
+        assert hurt.ends() == calm(*arguments)
+    assert hurt.training.lost() == [4]
+    off = r"Keep is off: two copies need 193 MiB, and --keep-memory allows this rank (\d+) MiB"
+    assert 50 < int(re.search(off, hurt.launched.stderr)[1]) <= 102
 
 
 @pytest.mark.parametrize("step", range(30, 36))

@@ -14,11 +14,15 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
 from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
+
+import pytest
+
+from elasticrs._engine.supervise.attempts.attempt import file_text, memory_counters
 
 Found = TypeVar("Found")
 
@@ -162,6 +166,29 @@ def nurseries(agent: int) -> list[Process]:
     """
     found = [child for child in children(agent) if not child.command.startswith("[")]
     return [child for child in found if not child.command.rpartition(" ")[2].startswith("!")]
+
+
+@contextlib.contextmanager
+def memory_cgroup(limit: int) -> Iterator[Path]:
+    """Create a memory cgroup as a child of this process's cgroup, with a limit in bytes. Skip the test if
+    that is not possible here.
+    """
+    found = memory_counters(file_text("/proc/self/cgroup"), file_text("/proc/self/mountinfo"))
+    for counter in found:
+        group = Path(counter).parent / f"elasticrs-test-{os.getpid()}"
+        try:
+            group.mkdir()
+        except OSError:
+            continue
+        try:
+            file = group / ("memory.max" if counter.endswith("memory.events") else "memory.limit_in_bytes")
+            if file.exists():
+                file.write_text(str(limit))
+                yield group
+                return
+        finally:
+            group.rmdir()
+    pytest.skip("no memory cgroup can be created here")
 
 
 def wait_readable(fd: int, timeout: float = HANG) -> bool:

@@ -2,15 +2,12 @@
 launch a job and read its verdict. ``tests/e2e/test_verdicts.py`` tests the options.
 """
 
-import os
 import sys
-from pathlib import Path
 
 import pytest
+from helpers import procs
 from helpers.ended import Ended
 from helpers.said import says
-
-from elasticrs._engine.supervise.attempts import attempt
 
 pytestmark = pytest.mark.beyond_torchrun
 
@@ -32,24 +29,8 @@ def run(launch, worker_script, tmp_path):
 
 @pytest.fixture
 def memory_cgroup():
-    """Create a memory cgroup with a limit, as a child of this process's cgroup."""
-    found = attempt.memory_counters(
-        Path("/proc/self/cgroup").read_text(), Path("/proc/self/mountinfo").read_text()
-    )
-    for counter in found:
-        group = Path(counter).parent / f"elasticrs-test-{os.getpid()}"
-        try:
-            group.mkdir()
-        except OSError:
-            continue
-        limit = group / ("memory.max" if counter.endswith("memory.events") else "memory.limit_in_bytes")
-        if limit.exists():
-            limit.write_text(str(LIMIT))
-            yield group
-            group.rmdir()
-            return
-        group.rmdir()
-    pytest.skip("no memory cgroup can be created here")
+    with procs.memory_cgroup(LIMIT) as group:
+        yield group
 
 
 EATS = """
