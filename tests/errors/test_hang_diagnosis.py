@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 from diagnosis.model import dump
 from diagnosis.test_culprits import calls
-from helpers.attempts import exited, failed, raised
+from helpers.attempts import beat, exited, failed, hung, raised, seen
 from helpers.procs import HANG
 from hypothesis import given
 from hypothesis import strategies as st
@@ -452,33 +452,10 @@ SECOND = 1_000_000_000
 )
 def test_a_rank_that_has_exited_is_a_candidate_for_the_hang_of_others(tmp_path, left_at, missed, candidates):
     attempt = Evidence(tmp_path, 4).attempt
-    seen = [
-        SimpleNamespace(
-            local_rank=rank,
-            is_late=True,
-            frame="",
-            state="S",
-            wait_channel="",
-            heartbeat=SimpleNamespace(
-                local_rank=rank,
-                at_ns=10 * SECOND,
-                has_returned=False,
-                section=None,
-                step=4,
-                is_automatic=False,
-            ),
-        )
-        for rank in range(3)
-    ]
-    event = SimpleNamespace(
-        local_rank=0,
-        ground="oldest",
-        missed=missed,
-        since_ns=10 * SECOND,
-        seen_ns=15 * SECOND,
-        limit=5.0,
-        ranks=seen,
-    )
+    last = [beat(rank, 10 * SECOND, 4) for rank in range(3)]
+    ranks = [seen(each.local_rank, each, "", is_late=True) for each in last]
+    how = {"ground": "oldest", "missed": missed, "limit": 5.0}
+    event = hung(0, ranks, 10 * SECOND, 15 * SECOND, **how)
     exited(attempt, 3, 0, seen_ns=left_at * SECOND)
     attempt.append(event, _core.WorkerHung)
     hang_diagnosis.accuse(attempt, event)

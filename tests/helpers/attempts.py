@@ -50,3 +50,23 @@ def adopted(attempt: Attempt, *pids: int) -> Attempt:
     """Record the pids of the workers."""
     attempt.append(Adopted(pids))
     return attempt
+
+
+def beat(
+    local_rank: int, at_ns: int, step: int | None = None, section: str | None = None, **known: Any
+) -> Any:
+    """Return the last heartbeat of a rank."""
+    about = {"is_global": False, "is_automatic": False, "has_returned": False, **known}
+    return SimpleNamespace(local_rank=local_rank, at_ns=at_ns, step=step, section=section, **about)
+
+
+def seen(local_rank: int, heartbeat: Any, frame: str | None = None, **known: Any) -> Any:
+    """Return what the core knows of a rank when it reports a hang."""
+    about = {"state": "S", "wait_channel": "", **known}
+    return SimpleNamespace(local_rank=local_rank, heartbeat=heartbeat, frame=frame, **about)
+
+
+def hung(local_rank: int, ranks: list[Any], since_ns: int, seen_ns: int, **known: Any) -> Any:
+    """Return the core's event about a rank that hangs. ``ranks`` are made by :func:`seen`."""
+    about = {"missed": "step", "limit": 60.0, "ground": "behind", **known}
+    return SimpleNamespace(local_rank=local_rank, ranks=ranks, since_ns=since_ns, seen_ns=seen_ns, **about)

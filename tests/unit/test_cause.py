@@ -6,7 +6,7 @@ import time
 from types import SimpleNamespace
 
 import pytest
-from helpers.attempts import adopted, ended, exited, failed, raised
+from helpers.attempts import adopted, beat, ended, exited, failed, hung, raised, seen
 
 from elasticrs import _core
 from elasticrs._engine.failures.failure import Clock, remote_failure
@@ -122,11 +122,11 @@ def test_a_report_shows_the_first_failure_of_another_node_not_local_victims(gold
     result.first_cause = cause
     result.clock = Clock(error_ns=200_000)
     texts = {"a worker of another node died": report(result)}
-    hung = hung_attempt(0, 0, 8)
-    result.attempts, result.first_cause = [hung], own_cause(hung_attempt(1, 1, 7), PLACE)
+    here = hung_attempt(0, 0, 8)
+    result.attempts, result.first_cause = [here], own_cause(hung_attempt(1, 1, 7), PLACE)
     texts["a rank of another node hung, and one here waited for it"] = report(result)
     result.attempts = [attempt_of([(0, -15, 15), (1, -15, 15)], group_rank=0, first=-1)]
-    result.attempts[0].heartbeats = hung.heartbeats
+    result.attempts[0].heartbeats = here.heartbeats
     texts["a rank of another node hung, and none here"] = report(result)
     result.attempts = [hung_attempt(0, 0, 8)]
     kept = {
@@ -149,32 +149,10 @@ def hung_attempt(local_rank, group_rank, step, *, was_found_here=True):
     first = local_rank if was_found_here else -1
     attempt = attempt_of([(0, -15, 15), (1, -15, 15)], group_rank=group_rank, first=first)
     now = attempt.exits[local_rank].seen_ns
-    beats = [
-        SimpleNamespace(
-            local_rank=rank,
-            at_ns=now - 61 * 10**9,
-            step=step + (rank != local_rank),
-            is_global=False,
-            is_automatic=False,
-            section=None,
-            has_returned=False,
-        )
-        for rank in (0, 1)
-    ]
-    ranks = [
-        SimpleNamespace(local_rank=beat.local_rank, heartbeat=beat, frame=None, state="S", wait_channel="")
-        for beat in beats
-    ]
-    hung = SimpleNamespace(
-        local_rank=local_rank,
-        missed="step",
-        limit=60.0,
-        since_ns=now - 61 * 10**9,
-        seen_ns=now,
-        ground="behind",
-        ranks=ranks,
-    )
-    attempt.append(hung, _core.WorkerHung)
+    since = now - 61 * 10**9
+    beats = [beat(rank, since, step + (rank != local_rank)) for rank in (0, 1)]
+    ranks = [seen(each.local_rank, each) for each in beats]
+    attempt.append(hung(local_rank, ranks, since, now), _core.WorkerHung)
     attempt.heartbeats = beats
     return attempt
 

@@ -1,7 +1,7 @@
 """Messages about a hung worker."""
 
-from types import SimpleNamespace
-
+from helpers import attempts
+from helpers.attempts import seen
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -12,32 +12,12 @@ SECOND = 10**9
 RANKS = {0: 4, 1: 5, 2: 6, 3: 7}
 
 
-def beat(local_rank, at, step=None, section=None, is_automatic=False):
-    return SimpleNamespace(
-        local_rank=local_rank,
-        at_ns=int(at * SECOND),
-        step=step,
-        section=section,
-        is_automatic=is_automatic,
-        has_returned=False,
-    )
+def beat(local_rank, at, *more, **known):
+    return attempts.beat(local_rank, int(at * SECOND), *more, **known)
 
 
-def seen(local_rank, heartbeat, frame=None, state="S", wait_channel=""):
-    return SimpleNamespace(
-        local_rank=local_rank, heartbeat=heartbeat, frame=frame, state=state, wait_channel=wait_channel
-    )
-
-
-def hung(ranks, *, missed="step", since=40.0, limit=60.0):
-    return SimpleNamespace(
-        local_rank=1,
-        missed=missed,
-        since_ns=int(since * SECOND),
-        limit=limit,
-        seen_ns=101 * SECOND,
-        ranks=ranks,
-    )
+def hung(ranks, *, since=40.0, **known):
+    return attempts.hung(1, ranks, int(since * SECOND), 101 * SECOND, **known)
 
 
 REDUCE = 'File "/lib/torch/distributed/distributed_c10d.py", line 2501 in all_reduce'

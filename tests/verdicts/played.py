@@ -85,7 +85,9 @@ class Node:
         failed_ns = began_ns + int(ran * 1e9)
         told.stamped(attempt, planned=began_ns, started=began_ns, ended=failed_ns + 50 * MS)
         if step is not None:
-            attempt.heartbeats = [beat_of(rank, began_ns, *step) for rank in range(len(ends))]
+            attempt.heartbeats = [
+                told.beat(rank, began_ns, step[0], is_global=step[1]) for rank in range(len(ends))
+            ]
         for rank, end in enumerate(ends):
             self._end(attempt, rank, end, failed_ns)
         if counters:
@@ -117,7 +119,7 @@ class Node:
                 origin = "peer" if end["error"].get("is_lost_peer") else "unknown"
                 told.raised(attempt, rank, pid=pid, seen_ns=recorded_ns, text=text, origin=origin)
         if "hung" in end:
-            attempt.append(hang_of(attempt, rank, seen_ns, end["hung"]), _core.WorkerHung)
+            attempt.append(hang_of(rank, seen_ns, end["hung"]), _core.WorkerHung)
 
     def caused(self, attempt, job):
         """Return this node's failure as reported after its workers have exited."""
@@ -146,31 +148,10 @@ class Node:
         failure.time = self._clocks
 
 
-def beat_of(rank, at_ns, step, is_global=False):
-    return SimpleNamespace(
-        local_rank=rank,
-        at_ns=at_ns,
-        step=step,
-        is_global=is_global,
-        is_automatic=False,
-        section=None,
-        has_returned=False,
-    )
-
-
-def hang_of(attempt, rank, seen_ns, hung):
-    beat = beat_of(rank, seen_ns - 61_000 * MS, hung["step"])
-    frame = hung.get("frame")
-    seen = SimpleNamespace(local_rank=rank, heartbeat=beat, frame=frame, state="S", wait_channel="")
-    return SimpleNamespace(
-        local_rank=rank,
-        missed="step",
-        limit=60.0,
-        since_ns=beat.at_ns,
-        seen_ns=seen_ns,
-        ground=hung["ground"],
-        ranks=[seen],
-    )
+def hang_of(rank, seen_ns, found):
+    last = told.beat(rank, seen_ns - 61_000 * MS, found["step"])
+    ranks = [told.seen(rank, last, found.get("frame"))]
+    return told.hung(rank, ranks, last.at_ns, seen_ns, ground=found["ground"])
 
 
 def error_file(error, pid, recorded_ns):
