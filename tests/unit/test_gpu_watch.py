@@ -81,9 +81,15 @@ def watch(gpus):
     assert [each.close() for each in started] == [0] * len(started)
 
 
-def test_xid_events_from_nvml_are_reported(watch, gpus):
-    watched = watch()
-    watched.begin()
+@pytest.fixture
+def watched(watch):
+    """Start the program, and the first attempt."""
+    started = watch()
+    started.begin()
+    return started
+
+
+def test_xid_events_from_nvml_are_reported(watched, gpus):
     gpus.report_xid(0, 31)
     message = watched.wait("xid")
     assert message["attempt"] == 0
@@ -108,9 +114,7 @@ def test_the_kernel_log_adds_process_and_detail_to_the_same_xid(watch, gpus):
     assert watched.wait("xid")["xid"]["code"] == 31
 
 
-def test_repeated_records_are_counted_and_not_reported_one_by_one(watch, gpus):
-    watched = watch()
-    watched.begin()
+def test_repeated_records_are_counted_and_not_reported_one_by_one(watched, gpus):
     for _ in range(100):
         gpus.log_xid("43, pid=1, name=x, channel 0x0000000a")
     assert watched.wait("xid")["xid"]["count"] == 1
@@ -118,9 +122,7 @@ def test_repeated_records_are_counted_and_not_reported_one_by_one(watch, gpus):
     assert [message["xid"]["count"] for message in watched.messages if "xid" in message] == [100]
 
 
-def test_at_most_64_different_xids_are_reported(watch, gpus):
-    watched = watch()
-    watched.begin()
+def test_at_most_64_different_xids_are_reported(watched, gpus):
     for code in range(200):
         gpus.log_xid(f"{code}, pid=1, name=x")
     watched.settle()
@@ -128,9 +130,7 @@ def test_at_most_64_different_xids_are_reported(watch, gpus):
     assert len(reported) == 64
 
 
-def test_a_new_attempt_has_no_earlier_xids(watch, gpus):
-    watched = watch()
-    watched.begin()
+def test_a_new_attempt_has_no_earlier_xids(watched, gpus):
     gpus.report_xid(0, 31)
     watched.wait("xid")
     watched.begin(attempt=1)
@@ -167,18 +167,14 @@ def test_gpu_memory_near_its_baseline_counts_as_released(watch, gpus):
     assert watched.settle() == {}
 
 
-def test_gpu_memory_that_is_still_held_is_reported_until_it_is_free(watch, gpus):
-    watched = watch()
-    watched.begin()
+def test_gpu_memory_that_is_still_held_is_reported_until_it_is_free(watched, gpus):
     gpus.set("gpu0/memory", f"{8 * GIB} 5")
     assert watched.settle() == {"0": 8 * GIB}
     assert watched.wait("settled") == {"settled": 0, "held": {}}
     assert gpus.path("gpu0/memory").read_text() == "0\n"
 
 
-def test_gpu_memory_of_an_unrelated_process_is_not_waited_for(watch, gpus):
-    watched = watch()
-    watched.begin()
+def test_gpu_memory_of_an_unrelated_process_is_not_waited_for(watched, gpus):
     gpus.set("gpu0/processes", f"{os.getpid()} {8 * GIB}")
     gpus.set("gpu0/memory", 8 * GIB)
     assert watched.settle() == {}
@@ -231,9 +227,7 @@ def test_the_kernel_log_is_used_if_nvml_events_are_not_available(watch, gpus):
     assert watched.wait("xid")["xid"]["code"] == 31
 
 
-def test_the_kernel_log_is_used_after_a_lost_gpu_ends_nvml_events(watch, gpus):
-    watched = watch()
-    watched.begin()
+def test_the_kernel_log_is_used_after_a_lost_gpu_ends_nvml_events(watched, gpus):
     gpus.path("events").write_text("lost\n")
     assert "is_blind" not in watched.wait("problem")
     gpus.log_xid("79, pid='<unknown>', name=<unknown>, GPU has fallen off the bus.")

@@ -32,6 +32,9 @@ from elasticrs.rendezvous import (
     RendezvousStoreInfo,
 )
 
+FAILS_ONCE = "exit $((1 - TORCHELASTIC_RESTART_COUNT))"
+SAYS_AND_FAILS_ONCE = f"echo $TORCHELASTIC_RESTART_COUNT; {FAILS_ONCE}"
+
 
 class Console:
     """A console that keeps the printed lines for the test."""
@@ -79,27 +82,15 @@ def run(tmp_path):
 
 
 def test_a_program_gets_the_variables_and_the_log_files_of_the_job(run):
-    result, outputs, lines = run(
-        2,
-        "sh",
-        "-c",
-        'echo "$RANK of $WORLD_SIZE: $WORD ${local_rank}"',
-        variables={"WORD": "w"},
-        notices=["n"],
-    )
+    script = 'echo "$RANK of $WORLD_SIZE: $WORD ${local_rank}"'
+    result, outputs, lines = run(2, "sh", "-c", script, variables={"WORD": "w"}, notices=["n"])
     assert (result.exit_code, len(result.attempts)) == (0, 1)
     assert outputs == ["0 of 2: w 0\n", "1 of 2: w 1\n"]
     assert lines[0] == "n"
 
 
 def test_a_failed_program_is_restarted_and_then_succeeds(run):
-    result, outputs, _ = run(
-        1,
-        "sh",
-        "-c",
-        "echo $TORCHELASTIC_RESTART_COUNT; exit $((1 - TORCHELASTIC_RESTART_COUNT))",
-        max_restarts=1,
-    )
+    result, outputs, _ = run(1, "sh", "-c", SAYS_AND_FAILS_ONCE, max_restarts=1)
     assert (result.exit_code, result.restarts) == (0, 1)
     assert outputs == ["0\n", "1\n"]
 
@@ -229,12 +220,7 @@ def test_a_handler_that_gives_no_port_gets_a_free_one(run_by, monkeypatch, given
 
 def test_a_restart_asks_the_handler_again_and_costs_a_restart(run_by):
     handler = Handler()
-    result, outputs, _ = run_by(
-        handler,
-        "echo $TORCHELASTIC_RESTART_COUNT; exit $((1 - TORCHELASTIC_RESTART_COUNT))",
-        max_restarts=3,
-        restart_delay="1s",
-    )
+    result, outputs, _ = run_by(handler, SAYS_AND_FAILS_ONCE, max_restarts=3, restart_delay="1s")
     assert (result.phase, result.restarts, outputs) == (Phase.SUCCEEDED, 1, ["0\n", "1\n"])
     assert handler.calls == ["next_rendezvous", "next_rendezvous", "shutdown"]
     assert result.attempts[0].delay is not None
@@ -266,9 +252,6 @@ def awaited(monkeypatch):
         return told
 
     return awaited
-
-
-FAILS_ONCE = "exit $((1 - TORCHELASTIC_RESTART_COUNT))"
 
 
 @pytest.mark.parametrize("error", [None, RendezvousConnectionError])

@@ -89,6 +89,10 @@ def test_a_run_id_that_is_a_uuid_is_shortened(run_id, shown):
     assert row(7, found)[0] == shown
 
 
+def failure(rank, attempt="1", what="exited with code 1", **fields):
+    return {"rank": rank, "pid": 100 + rank, "attempt": attempt, "what": what, "exception": None, **fields}
+
+
 def told(rank, number, counts, age=0.25, **fields):
     return worker(rank, progress={"step": number, "counts": counts, "age_seconds": age}, **fields)
 
@@ -161,26 +165,18 @@ def test_ranks_of_other_nodes_are_shown_with_their_nodes():
 
 
 def test_a_failure_a_stuck_agent_and_missing_progress_are_told_in_the_order_of_their_weight():
-    failure = {
-        "rank": 3,
-        "pid": 9,
-        "attempt": "0",
-        "round": 1,
-        "what": "exited with code 1",
-        "exception": "ValueError: x\x1b[2J",
-    }
     found = remarks(
         status(
             [],
             agent={"pid": 7, "alive": False, "reason": "its loop hangs", "uptime_seconds": 1.0},
             no_progress={"what": "no progress for 6.1 s"},
-            last_failure=failure,
+            last_failure=failure(3, "0", exception="ValueError: x\x1b[2J"),
         )
     )
     assert found == [
         "the agent does not work: its loop hangs (its pid is 7)",
         "no progress for 6.1 s; see elasticctl stacks --job 7",
-        "last failure: rank 3 (pid 9) in attempt 0: exited with code 1: ValueError: x?[2J",
+        "last failure: rank 3 (pid 103) in attempt 0: exited with code 1: ValueError: x?[2J",
     ]
 
 
@@ -209,15 +205,8 @@ def test_a_failed_rank_comes_before_those_that_elasticrs_stopped_and_after_the_c
     killed = {"state": "EXITED", "exitcode": -9, "was_stopped": False}
     stopped = {"state": "EXITED", "exitcode": -15, "was_stopped": True}
     workers = [worker(0, **stopped), worker(1, **killed), worker(2, **stopped)]
-    failure = {
-        "rank": 1,
-        "pid": 101,
-        "attempt": "1",
-        "what": "died by SIGKILL",
-        "exception": None,
-        "time_ms": 1,
-    }
-    found = status(workers, state="UNHEALTHY", last_failure=failure, earlier_failures=[])
+    cause = failure(1, what="died by SIGKILL", time_ms=1)
+    found = status(workers, state="UNHEALTHY", last_failure=cause, earlier_failures=[])
     assert remarks(found) == [
         "cause: rank 1 (pid 101) in attempt 1: died by SIGKILL",
         "rank 1: died by SIGKILL",
@@ -231,12 +220,11 @@ def test_a_failed_rank_comes_before_those_that_elasticrs_stopped_and_after_the_c
 def test_at_the_end_the_page_tells_the_outcome_the_cause_and_the_logs_but_nothing_to_do(state):
     failed = state == "FAILED"
     ended = {"state": "EXITED", "exitcode": int(failed), "was_stopped": False}
-    failure = {"rank": 0, "pid": 100, "attempt": "1", "what": "exited with code 1", "exception": None}
     found = status(
         [worker(0, **ended)],
         state=state,
         no_progress={"what": "no progress for 6.1 s"},
-        last_failure=failure | {"time_ms": 1} if failed else None,
+        last_failure=failure(0, time_ms=1) if failed else None,
         earlier_failures=[],
         log_folder="/tmp/run",
         has_log_files=True,
@@ -269,14 +257,13 @@ def test_the_page_says_which_signals_checkpoint_and_stop_send():
 def test_the_page_says_what_the_terminal_says(ranks):
     workers = [worker(rank, step=9) for rank in range(ranks)]
     workers[0] |= {"state": "EXITED", "exitcode": 1}
-    failure = {"rank": 0, "pid": 100, "attempt": "0", "what": "exited with code 1", "exception": None}
     stopped = status(
         workers,
         host="gpu001",
         state="NO_PROGRESS",
         no_progress={"what": "no progress for 6.1 s"},
-        earlier_failures=[failure | {"time_ms": 1}],
-        last_failure=failure | {"time_ms": 2},
+        earlier_failures=[failure(0, "0", time_ms=1)],
+        last_failure=failure(0, "0", time_ms=2),
     )
     shown = page(stopped)
     assert f"{shown['title']}: {shown['sentence']}" == sentence(stopped)
