@@ -158,12 +158,19 @@ def test_a_full_disk_is_reported_while_the_job_runs(broken_job, mounts):
 
 
 @pytest.mark.privileged
-def test_a_restart_on_a_full_disk_fails_the_job_with_the_error(broken_job, mounts):
-    # On a tmpfs, a directory needs no space but an inode.
-    prefix = mounts('mount -t tmpfs -o size=64k,nr_inodes=20 none "$0"')
-    phase = Phase("running", broken_job, restarts=3, prefix=prefix)
-    phase.job.take_inodes()
-    assert_could_not_restart(phase, os.strerror(errno.ENOSPC))
+@pytest.mark.parametrize(
+    ("setup", "harm", "error"),
+    [
+        # On a tmpfs, a directory needs no space but an inode.
+        ('mount -t tmpfs -o size=64k,nr_inodes=20 none "$0"', BrokenLogsJob.take_inodes, errno.ENOSPC),
+        ("true", BrokenLogsJob.make_read_only, errno.EROFS),
+    ],
+    ids=["full", "read-only"],
+)
+def test_a_restart_fails_the_job_if_its_log_folder_cannot_be_made(broken_job, mounts, setup, harm, error):
+    phase = Phase("running", broken_job, restarts=3, prefix=mounts(setup))
+    harm(phase.job)
+    assert_could_not_restart(phase, os.strerror(error))
     phase.job.check_files(phase.job.inside())
 
 
@@ -206,15 +213,6 @@ def test_running_workers_continue_if_the_log_directory_becomes_read_only(name, b
     phase.job.make_read_only()
     # Log files that are already open remain writable.
     end_with(phase, "Read-only file system")
-    phase.job.check_files(phase.job.logs)
-
-
-@pytest.mark.privileged
-def test_a_restart_fails_the_job_if_the_log_directory_became_read_only(broken_job, mounts):
-    prefix = mounts("true")
-    phase = Phase("running", broken_job, restarts=3, prefix=prefix)
-    phase.job.make_read_only()
-    assert_could_not_restart(phase, "Read-only file system")
     phase.job.check_files(phase.job.logs)
 
 

@@ -153,10 +153,7 @@ elastic_launch(config, {python!r})({script!r})
 
 @pytest.mark.parametrize(
     ("log_prefix", "variable", "has_time"),
-    [
-        *((None, "", True), (None, "none", False), ("none", "time", False), ("time", "none", True)),
-        (None, "sometimes", None),
-    ],
+    [("none", "time", False), (None, "", True), (None, "sometimes", None)],
 )
 def test_a_program_can_choose_the_log_prefix(environment, worker_script, log_prefix, variable, has_time):
     script = str(worker_script(FAILS_ONCE))

@@ -140,15 +140,12 @@ PERMANENT = {
     "usage in a fork server": (REJECTS, ("--run-path", "--start-method", "forkserver")),
 }
 RESTARTED = {
-    "other code": ("import sys; sys.exit(42)", ("--fatal-exit-codes", "3,40,41,43-49")),
     "signal": ("import os; os.kill(os.getpid(), 9)", ("--fatal-exit-codes", "9,137")),
-    "exit 2": ("import sys; sys.exit(2)", ()),
     "lost service": (LOSES_A_SERVICE, ("-r", "3", "--log-dir", "logs")),
     "caught": (CATCHES_THE_REJECTION, ()),
     "lazy import": (LAZY_IMPORT, ("--max-same-failures", "0")),
     "import by a library": (LIBRARY_IMPORT, ("--max-same-failures", "0")),
     "data": (BAD_DATA, ("--max-same-failures", "0")),
-    "check is off": (SAME_AGAIN, ("--max-same-failures", "0")),
 }
 
 
@@ -214,11 +211,6 @@ def test_a_stopped_rank_does_not_hide_the_first_failure(run):
     assert first["time"] < other["time"]
 
 
-def test_a_restart_window_limits_the_restarts(run):
-    ended = run("import sys; sys.exit(1)", "--max-restarts", "2/1h")
-    assert (ended.code, ended.report["verdict"], ended.restarts) == (1, "failed", 2)
-
-
 def test_a_signal_during_the_restart_delay_ends_the_job(launch, worker_script):
     script = worker_script("import sys; sys.exit(1)")
     launched = launch("--max-restarts", "5", "--restart-delay", "1h", script)
@@ -260,9 +252,7 @@ def test_the_report_lists_all_exits_and_the_cause_of_the_last_attempt(run):
     ("codes", "how", "code"),
     [
         ("torchrun", "sys.exit(42)", 1),
-        ("worker", "sys.exit(42)", 42),
         ("worker", "os.kill(os.getpid(), 9)", 137),
-        ("verdict", "sys.exit(42)", 1),
         ("verdict:7,8", MISSING, 7),
     ],
 )

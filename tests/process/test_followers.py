@@ -125,12 +125,9 @@ def replaced(monkeypatch):
     return replace
 
 
-def test_nothing_follows_the_workers_of_an_ordinary_program():
+def test_nothing_follows_the_workers_without_a_tool_that_changes_command_lines(replaced):
     assert follower_of([sys.executable, "-u", "t.py"]) is None
-
-
-def test_a_tool_that_only_watches_processes_does_not_count(replaced):
-    replaced(lambda args: args)
+    replaced(lambda args: args)  # A tool that only watches processes.
     assert follower_of([sys.executable, "-u", "t.py"]) is None
 
 
