@@ -63,13 +63,6 @@ def test_eight_workers_run_with_exactly_the_required_descriptors(launch, worker_
     launched.wait_for_lines("RUNS", 8)
 
 
-def test_timers_and_heartbeats_count_toward_the_required_descriptors(launch):
-    arguments = ("--nproc-per-node", "8", "--hang-timeout", "600", "--no-python", "true")
-    env = {"TORCHELASTIC_ENABLE_FILE_TIMER": "1"}
-    refused = launch(*arguments, prefix=("prlimit", "--nofile=105"), env=env)
-    assert_clear(refused, 2, "8 workers", "106", "RLIMIT_NOFILE allows 105")
-
-
 def test_the_descriptor_check_counts_heartbeat_pages_exactly(launch):
     arguments = ("--nproc-per-node", "46", "--hang-timeout", "600", "--no-python", "true")
     refused = launch(*arguments, prefix=("prlimit", "--nofile=247"))

@@ -26,7 +26,8 @@ LEAVE = """
 @pytest.fixture
 def leave(launch, worker_script, method):
     def start(*options):
-        launched = launch("--run-path", f"--start-method={method}", *options, worker_script(LEAVE))
+        how = () if method == "program" else ("--run-path", f"--start-method={method}")
+        launched = launch(*how, *options, worker_script(LEAVE))
         line = launched.wait_for_line(r"LEFT (\d+) (\d+)")
         return launched, *(int(pid) for pid in line.groups())
 
@@ -42,7 +43,7 @@ def test_a_leftover_process_is_killed_and_named_after_the_linger_time(leave, lin
     procs.assert_gone([left])
 
 
-@METHODS
+@pytest.mark.parametrize("method", ["program", "spawn", "fork", "forkserver"])
 def test_keep_descendants_lets_a_leftover_process_keep_running(leave):
     launched, _, left = leave("--keep-descendants")
     launched.exits(0)

@@ -12,7 +12,7 @@ import threading
 import pytest
 from helpers.groups import Group
 from helpers.held import held
-from helpers.procs import HANG, assert_gone, descendants, run_program
+from helpers.procs import HANG, assert_gone, run_program
 
 from elasticrs import _core
 
@@ -67,46 +67,6 @@ def test_a_readable_watched_descriptor_wakes_the_waiting_thread(group):
     assert group.supervisor.next_event(0) is None
     os.close(reader)
     os.close(writer)
-
-
-def test_kept_descendants_outlive_the_agent_and_are_reparented(tmp_path):
-    program = textwrap.dedent("""
-        import os
-        from elasticrs import _core
-        s = _core.Supervisor(owns_process=True)
-        code = "setsid sleep 1234 >/dev/null & echo $!"
-        spec = _core.ProcessSpec(0, ["sh", "-c", code], env=dict(os.environ))
-        s.start(_core.GroupSpec([spec], on_failure=_core.StopPolicy(15, 1.0), linger=None))
-        while not isinstance(s.next_event(), _core.GroupEnded):
-            pass
-        s.close(keep_descendants=True)
-    """)
-    done = subprocess.run([sys.executable, "-c", program], stdout=subprocess.PIPE, check=True, timeout=HANG)
-    kept = int(done.stdout)
-    # This process is a subreaper, so it adopts the kept process when the agent exits.
-    assert kept in [p.pid for p in descendants(os.getpid())]
-    os.kill(kept, signal.SIGKILL)
-    os.waitpid(kept, 0)
-
-
-@pytest.mark.parametrize(
-    ("argv", "stage", "number", "subject"),
-    [
-        (["no-such-program"], "execute", errno.ENOENT, "no-such-program"),
-        (["/etc/passwd"], "execute", errno.EACCES, "/etc/passwd"),
-        (["/"], "execute", errno.EACCES, "/"),
-    ],
-)
-def test_a_failed_start_reports_stage_errno_and_program(group, argv, stage, number, subject):
-    failure = start_failure(group, ["sleep", "100"], argv)
-    assert (failure.local_rank, failure.stage, failure.errno, failure.subject) == (1, stage, number, subject)
-    assert failure.message.endswith(os.strerror(number))
-
-
-def test_a_start_in_a_missing_directory_names_the_directory(group, tmp_path):
-    failure = start_failure(group, ["true"], cwd=tmp_path / "nowhere")
-    assert "working directory" in failure.stage
-    assert failure.subject == str(tmp_path / "nowhere")
 
 
 @pytest.mark.parametrize(
