@@ -2,6 +2,7 @@
 
 import os
 import random
+import re
 import signal
 from collections import Counter
 from pathlib import Path
@@ -53,8 +54,21 @@ def test_lightning_saves_the_same_step_on_all_ranks_again_and_again(launch, tmp_
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
+def of_rank_0(agents, pattern):
+    """Wait for a line that only rank 0 prints, which runs on one of the nodes, and return it."""
+    while not (found := [match for each in agents if (match := re.search(pattern, each.stdout))]):
+        for each in agents:
+            each.read_for(0.02)
+    return found[0][0]
+
+
+@pytest.mark.parametrize(
+    ("nodes", "signals"), [(1, (signal.SIGUSR1, signal.SIGTERM)), (3, (signal.SIGTERM,))], ids=["1", "3"]
+)
 @pytest.mark.parametrize("example", ["accelerate_loop", "huggingface_trainer"])
-def test_an_example_that_was_stopped_and_resumed_ends_as_without_the_stops(launch, tmp_path, example):
+def test_an_example_that_was_stopped_and_resumed_ends_as_without_the_stops(
+    launch, tmp_path, example, nodes, signals
+):
     environment = {
         **ENVIRONMENT,
         "HF_HUB_OFFLINE": "1",
@@ -62,23 +76,26 @@ def test_an_example_that_was_stopped_and_resumed_ends_as_without_the_stops(launc
     }
 
     def start(folder):
-        options = ("--standalone", "--nproc-per-node=2", "--shutdown-timeout=12")
-        return launch(
-            *options, EXAMPLES / f"{example}.py", "--checkpoints", folder, "--epochs=12", env=environment
-        )
+        ranks, where = (2, ("--standalone",)) if nodes == 1 else (1, meeting(f"{nodes}"))
+        options = (*where, f"--nproc-per-node={ranks}", "--shutdown-timeout=12")
+        command = (EXAMPLES / f"{example}.py", "--checkpoints", folder, "--epochs=12")
+        return [launch(*options, *command, env=environment) for _ in range(nodes)]
 
     moments = random.Random(13)
     for _ in range(max(1, REQUESTS // 10)):
-        job = start(tmp_path / "stopped")
-        job.wait_for_line("loss")
-        job.read_for(moments.uniform(0, 0.3))
-        job.signal(signal.SIGUSR1)
-        job.signal(signal.SIGTERM)
-        job.exits(1)
-        assert "killed" not in job.stderr
+        agents = start(tmp_path / "stopped")
+        of_rank_0(agents, "loss")
+        agents[0].read_for(moments.uniform(0, 0.3))
+        for signum in signals:
+            for each in agents:
+                each.signal(signum)
+        for each in agents:
+            each.exits(1)
+            assert "killed" not in each.stderr
     ends = []
     for folder in ("stopped", "calm"):
-        job = start(tmp_path / folder)
-        job.exits(0, timeout=120)
-        ends.append(job.wait_for_line("done: .*")[0])
+        agents = start(tmp_path / folder)
+        for each in agents:
+            each.exits(0, timeout=120)
+        ends.append(of_rank_0(agents, "done: .*"))
     assert ends[0] == ends[1]
