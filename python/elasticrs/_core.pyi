@@ -883,7 +883,7 @@ class HealthServer:
     Args:
         host: address to listen on.
         port: port to listen on; 0 for any free port; ``None`` for none. The server then answers only over the
-            sockets of :meth:`serve_control`, and has no metrics.
+            socket of :meth:`open_control`, has no metrics, and has no thread before the first connection.
         limit: seconds after which an agent that does not respond or makes no progress counts as dead.
         age: seconds since the agent began.
 
@@ -900,15 +900,32 @@ class HealthServer:
         """File descriptor that is readable while a request waits for :meth:`answer`, or an order for
         :meth:`take_orders`.
         """
-    def serve_control(self, fd: int) -> None:
-        """Also answer over a Unix socket that listens. Over it, programs of this user, and of root, can send
-        orders to the agent.
+    def open_control(self, folder: str, supervisor: Supervisor) -> None:
+        """Also answer over the Unix socket ``PID.sock``, the control socket. Over it, programs of this user,
+        and of root, can send orders to the agent.
 
         Args:
-            fd: descriptor of the socket, which is duplicated.
+            folder: folder of the socket, which is created if it is missing.
+            supervisor: its thread waits for the first connection.
 
         Raises:
-            OSError: ``fd`` is not open, or there are no more file descriptors.
+            OSError: other users can use the folder, or the socket cannot be created.
+        """
+    def close_control(self) -> None:
+        """Remove the control socket. Open connections stay open. Idempotent."""
+    def outline(
+        self,
+        job: tuple[str, str, str, int, int, str | None],
+        attempt: tuple[str, int, int, tuple[int, int, int], str | None, list[tuple[int | None, int, int]]]
+        | None = None,
+    ) -> None:
+        """Set the facts that the server tells as the status as long as nothing has been published.
+
+        Args:
+            job: run id, role, name, number of workers on this node, maximum number of restarts, and path of
+                the file of events (``None`` without one).
+            attempt: name, round, number of restarts, group rank and number of nodes and of workers, folder of
+                the log files (``None`` without any), and the workers: global rank, local rank and pid.
         """
     def take_orders(self) -> list[tuple[int, int, int | None, str]]:
         """Return the orders that have arrived since the last call, in order.

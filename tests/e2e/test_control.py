@@ -22,7 +22,9 @@ from helpers import procs
 from helpers.elasticctl import COUNTS, SAVES, STUBBORN, WAITS, sizes, socket_of, status_of
 from helpers.http_client import get_json, port_of
 from helpers.nodes import meeting
+from helpers.packages import install
 from helpers.procs import wait_gone, wait_state, wait_until
+from helpers.schema import schemas
 
 from elasticrs import ctl
 from elasticrs._engine.cli.control_client import Connection
@@ -583,6 +585,52 @@ class Terminal:
         os.close(self._other)
         os.close(self._own)
         return code, is_restored
+
+
+STUCK = """
+import logging, os
+class Handler(logging.Handler):
+    def emit(self, record):
+        # As with a server for events that does not answer.
+        if "status.START" in record.getMessage() and (gate := os.environ.pop("GATE", None)):
+            os.write(2, b"stuck\\n")
+            os.close(os.open(gate, os.O_RDONLY))
+"""
+
+
+def test_an_agent_whose_loop_is_stuck_answers_the_first_question(
+    launch, worker_script, sockets, tmp_path, asked, monkeypatch
+):
+    gate = tmp_path / "gate"
+    os.mkfifo(gate)
+    env = install(tmp_path / "site", "mine", STUCK, "elasticrs.event_handlers", mine="Handler")
+    env |= {"ELASTICRS_CONTROL_DIR": str(sockets), "GATE": str(gate)}
+    options = ("--nproc-per-node=2", "--redirects=2", "--event-log-handler=mine")
+    job = launch(*options, worker_script(WORKS, "worker.py"), env=env)
+    job.wait_for_line("stuck", "stderr")
+    pids = {match[1]: match[2] for match in job.wait_for_lines(r"here (\d+) (\d+)\.", 2)}
+    assert servers_of(job) == 0
+    code, text = asked("status")
+    assert (code, servers_of(job)) == (0, 1)
+    first, second, *rest = text.splitlines()
+    assert re.match(r"worker.py \(job \w+\): running with 2 ranks for ", first)
+    assert re.match(r"the agent's loop has taken no step for \d+\.\d s; ", second)
+    rows = [line.split()[:3] for line in rest]
+    assert [["0", pids["0"], "running"], ["1", pids["1"], "running"]] == rows[-2:]
+    schemas("metrics.md")[0].validate(status_of(sockets, job))
+    assert " running " in asked("ps")[1]
+    assert asked("logs")[0] == 0
+    code, text = asked("stacks")
+    stack = re.match(r"ranks 0, 1  sigwait \(signal.py:\d+\) <- load \(worker.py:8\)", text)
+    assert (code, stack is None) == (0, False), text
+    for limit in ("SIGNAL_LIMIT", "ANSWER_LIMIT"):
+        monkeypatch.setattr(f"elasticrs._engine.cli.control.{limit}", 0.2)
+    code, text = asked("stop")
+    assert (code, "carries out orders only when it goes on" in text, "no answer" in text) == (1, True, True)
+    os.kill(int(pids["1"]), signal.SIGKILL)
+    wait_until(lambda: asked("status")[1], lambda text: "ranks 0, 1: exited" in text)
+    os.close(os.open(gate, os.O_WRONLY))
+    assert job.wait() == 1
 
 
 def test_the_watch_shows_the_job_on_the_terminal_and_its_keys_act(start, sockets, asked):

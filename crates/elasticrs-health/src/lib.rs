@@ -18,7 +18,9 @@
 //! | [`server`] | [`Handle`], the thread of the server, and the response to each path |
 //! | [`http`], [`names`] | the part of HTTP that is needed, and the check of the host name in a request |
 //! | [`page`] | the page for browsers, and the events that keep it current |
+//! | `control` | the control socket: the agent's Unix socket for `elasticctl` |
 //! | [`orders`] | requests to act, over the control socket, for the agent's loop |
+//! | [`outline`] | the status of the job as long as the loop has published none |
 //! | [`liveness`] | decides whether the agent is alive (pure) |
 //! | [`metrics`] | counts the metrics that the agent reports, and renders the page of all metrics; time of the job by activity |
 //! | [`processes`], [`log_sizes`] | values read at a scrape: from `/proc` and log files |
@@ -33,18 +35,21 @@
 //! - **HEALTH-5** Closing or dropping a handle closes the port and stops the server's threads, except a thread that
 //!   hangs in a file system.
 
+mod control;
 pub mod http;
 pub mod liveness;
 pub mod log_sizes;
 pub mod metrics;
 pub mod names;
 pub mod orders;
+pub mod outline;
 pub mod page;
 pub mod processes;
 pub mod server;
 
 pub use metrics::{Activity, Cause, Job, Spans, State};
 pub use orders::Order;
+pub use outline::Outline;
 pub use processes::Worker;
 pub use server::Handle;
 

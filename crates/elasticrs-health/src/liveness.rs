@@ -96,9 +96,10 @@ impl Liveness {
             let reason = format!("the last progress was {:.1} s ago{place}", age.as_secs_f64());
             return LivenessReport { alive: false, age, reason: Some(reason) };
         }
-        if let Some(age) = self.stuck(now, at_work) {
-            let reason = format!("the agent's loop has taken no step for {:.1} s", age.as_secs_f64());
-            return LivenessReport { alive: false, age, reason: Some(reason) };
+        let no_step = self.no_step(now, at_work);
+        let of_loop = |age: Duration| format!("the agent's loop has taken no step for {:.1} s", age.as_secs_f64());
+        if let Some(age) = no_step.filter(|&age| age > self.limit.max(FRESH)) {
+            return LivenessReport { alive: false, age, reason: Some(of_loop(age)) };
         }
         let Some(asked) = self.asked else {
             let age =
@@ -106,17 +107,19 @@ impl Liveness {
             return LivenessReport { alive: true, age, reason: None };
         };
         let age = since(asked);
+        if let Some(longer) = no_step.filter(|&longer| longer > age) {
+            return LivenessReport { alive: age <= self.limit, age, reason: Some(of_loop(longer)) };
+        }
         let who = if self.is_passed_on { "the runtime that supervises the workers" } else { "the agent's loop" };
         let reason = format!("{who} has not answered for {:.1} s", age.as_secs_f64());
         LivenessReport { alive: age <= self.limit, age, reason: Some(reason) }
     }
 
-    /// Returns how long the loop has been stuck: the time since its current event began or since its last liveness
-    /// answer, whichever is shorter. `None` if the limit has not passed.
-    fn stuck(&self, now: Instant, at_work: Option<Duration>) -> Option<Duration> {
+    /// Returns for how long the loop has taken no step: the time since its current event began or since its last
+    /// liveness answer, whichever is shorter. `None` if the loop is idle or is not monitored.
+    fn no_step(&self, now: Instant, at_work: Option<Duration>) -> Option<Duration> {
         let answered = self.answered.as_ref().map(|answer| now.saturating_duration_since(answer.at));
-        let age = at_work?.min(answered.unwrap_or(Duration::MAX));
-        (age > self.limit.max(FRESH)).then_some(age)
+        Some(at_work?.min(answered.unwrap_or(Duration::MAX)))
     }
 }
 
@@ -153,7 +156,9 @@ mod tests {
         let (mut liveness, now) = (Liveness::new(LIMIT), Instant::now());
         liveness.ask(now);
         assert!(liveness.verdict(now, None).alive, "it waits for events");
-        assert!(liveness.verdict(now, Some(LIMIT)).alive);
+        let verdict = liveness.verdict(now, Some(LIMIT));
+        assert!(verdict.alive);
+        assert_eq!(verdict.reason.unwrap(), "the agent's loop has taken no step for 60.0 s");
         let verdict = liveness.verdict(now, Some(LIMIT + SECOND));
         assert_eq!((verdict.alive, verdict.age), (false, LIMIT + SECOND));
         assert_eq!(verdict.reason.unwrap(), "the agent's loop has taken no step for 61.0 s");

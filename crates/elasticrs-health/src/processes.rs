@@ -2,7 +2,7 @@
 
 use std::fmt::Display;
 
-use elasticrs_sys::procfs::{START_TIME, Stat};
+use elasticrs_sys::procfs::{START_TIME, Stat, is_own};
 use nix::unistd::{SysconfVar, sysconf};
 
 /// Resource usage of one process, without its children.
@@ -41,6 +41,19 @@ pub fn usage(pid: i32) -> Option<Usage> {
     usage_in(&Stat::of(pid)?, of_system(SysconfVar::PAGE_SIZE, 4096), of_system(SysconfVar::CLK_TCK, 100))
 }
 
+/// Returns the kernel's letter for the state of a process that ran at `at`, a time of the boot clock in nanoseconds.
+/// `None` if that process does not exist any more. If `/proc` cannot tell, returns the letter of a running process.
+pub(crate) fn state_of(pid: i32, at: u64) -> Option<char> {
+    if !is_own() {
+        return Some('R');
+    }
+    let stat = Stat::of(pid)?;
+    let ticks: u64 = of_system(SysconfVar::CLK_TCK, 100);
+    // A process that started later has got the pid of the other one.
+    let has_run = stat.field::<u64>(START_TIME)?.saturating_mul(1_000_000_000 / ticks.max(1)) <= at;
+    has_run.then(|| stat.field(3)).flatten()
+}
+
 fn usage_in(stat: &Stat, page_size: u64, ticks: u64) -> Option<Usage> {
     let field = |number| stat.field::<u64>(number);
     #[expect(clippy::cast_precision_loss, reason = "ticks fit for millions of years")]
@@ -68,6 +81,14 @@ mod tests {
         let usage = of(&format!("12 (a) b) S {}\n", numbers.join(" "))).unwrap();
         assert_eq!(usage, Usage { resident: 24 * 4096, cpu: 0.29, started: 22 });
         assert_eq!(of("12 (a) S 1 2"), None);
+    }
+
+    #[test]
+    fn the_state_of_a_process_is_not_that_of_a_later_one_with_its_pid() {
+        let own = std::process::id().cast_signed();
+        assert!(state_of(own, elasticrs_sys::clock::boot_now()).is_some());
+        assert_eq!(state_of(own, 0), None);
+        assert_eq!(state_of(-1, u64::MAX), None);
     }
 
     #[test]

@@ -2,8 +2,9 @@
 
 use std::collections::VecDeque;
 use std::io;
-use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
-use std::os::unix::net::UnixListener;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::Path;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
@@ -21,12 +22,14 @@ use tokio::sync::watch;
 use tokio::task::{AbortHandle, JoinSet};
 use tokio::time::{sleep, timeout, timeout_at};
 
+use crate::control::ControlSocket;
 use crate::http::{self, HTML, JSON, MAX_HEAD, METRICS, Method, Request, Response};
 use crate::liveness::{Liveness, LivenessReport, NextStep};
 use crate::log_sizes::{LogFile, LogSizes};
 use crate::metrics::{Moment, Registry, State, usages};
 use crate::names;
 use crate::orders::{Caller, MAX_ORDER, Order, Orders};
+use crate::outline::Outline;
 use crate::page::{EVENTS, Live, MAX_VIEWERS, PAGE, Seat};
 use crate::processes::Worker;
 
@@ -52,8 +55,11 @@ const PAUSE: Duration = Duration::from_millis(100);
 #[derive(Debug)]
 struct Published {
     state: State,
-    status: Value,
+    /// `None` if the agent has not published a status yet.
+    status: Option<Value>,
     workers: Vec<Worker>,
+    /// Facts from which the server makes the status as long as the agent has published none.
+    outline: Option<Arc<Outline>>,
 }
 
 /// State that the handle and the server thread share.
@@ -96,15 +102,51 @@ impl Drop for LoopAnswer {
 pub struct Handle {
     port: u16,
     shared: Arc<Shared>,
-    runtime: Mutex<Option<Runtime>>,
+    thread: Arc<ServerThread>,
+    control: Mutex<Option<ControlSocket>>,
     owner: u32,
+}
+
+/// The server's thread, which may not have started yet.
+struct ServerThread(Mutex<ThreadState>);
+
+enum ThreadState {
+    NotStarted,
+    Running(Runtime),
+    Closed,
+}
+
+impl ServerThread {
+    /// Starts the thread unless it is running. Returns false if the server has been closed. Does not block.
+    fn start(&self) -> io::Result<bool> {
+        let mut state = lock(&self.0);
+        if matches!(*state, ThreadState::NotStarted) {
+            *state = ThreadState::Running(Runtime::new("elasticrs-health")?);
+        }
+        Ok(matches!(*state, ThreadState::Running(_)))
+    }
+
+    /// Stops the thread from starting, or returns it if it is running.
+    fn close(&self) -> Option<Runtime> {
+        match std::mem::replace(&mut *lock(&self.0), ThreadState::Closed) {
+            ThreadState::Running(runtime) => Some(runtime),
+            ThreadState::NotStarted | ThreadState::Closed => None,
+        }
+    }
+}
+
+impl Spawn for ServerThread {
+    fn spawn(&self, task: Task) -> bool {
+        matches!(&*lock(&self.0), ThreadState::Running(runtime) if runtime.spawn(task))
+    }
 }
 
 impl Handle {
     /// Starts a server that answers HTTP requests about the job's health. The server listens on the host and port of
-    /// `place`, and accepts this host in the `Host` header of requests. Without a `place`, it serves only the sockets
-    /// of [`Self::serve_control`]. `limit` is the time limit for an answer from the agent (HEALTH-4). `age` is how
-    /// long the agent has been running. If there is a problem, the server calls `tell` with a message for the user.
+    /// `place`, and accepts this host in the `Host` header of requests. Without a `place`, it serves only the socket
+    /// of [`Self::open_control`], and its thread starts at the first connection. `limit` is the time limit for an
+    /// answer from the agent (HEALTH-4). `age` is how long the agent has been running. If there is a problem, the
+    /// server calls `tell` with a message for the user.
     pub fn start(place: Option<(&str, u16)>, limit: Duration, age: Duration, tell: Tell) -> Result<Self, ListenError> {
         let host = place.map(|(host, _)| host.to_owned());
         let port = Port::from(place.map_or(0, |(_, port)| port));
@@ -120,32 +162,44 @@ impl Handle {
             wake: WakeFd::new().map_err(failed)?,
             liveness: Mutex::new(Liveness::new(limit)),
             answered: watch::Sender::default(),
-            published: Mutex::new(Published { state: State::Init, status: json!({}), workers: Vec::new() }),
+            published: Mutex::new(Published { state: State::Init, status: None, workers: Vec::new(), outline: None }),
             registry: Mutex::new(Registry::new(now)),
             source: Mutex::default(),
             watched_loop: Mutex::default(),
             sizes: LogSizes::default(),
             page: Mutex::default(),
         });
-        let runtime = Runtime::new("elasticrs-health").map_err(failed)?;
+        let thread = Arc::new(ServerThread(Mutex::new(ThreadState::NotStarted)));
         if let Some(listener) = listener {
+            thread.start().map_err(failed)?;
             let served = Arc::clone(&shared);
-            runtime.spawn(Box::new(move || Box::pin(run(listener, served, Notices::new(tell)))));
+            thread.spawn(Box::new(move || Box::pin(run(listener, served, Notices::new(tell)))));
         }
         let port = bound.map_or(0, |bound| bound.port());
-        Ok(Self { port, shared, runtime: Mutex::new(Some(runtime)), owner: std::process::id() })
+        Ok(Self { port, shared, thread, control: Mutex::default(), owner: std::process::id() })
     }
 
-    /// Also serves the connections to `socket`, a listening Unix socket. Programs of this user and of root can send
-    /// orders to the agent over it. The agent gets them from [`Self::take_orders`].
-    pub fn serve_control(&self, socket: OwnedFd) -> io::Result<()> {
-        let listener = UnixListener::from(socket);
-        listener.set_nonblocking(true)?;
-        let shared = Arc::clone(&self.shared);
-        if let Some(runtime) = &*lock(&self.runtime) {
-            runtime.spawn(Box::new(move || Box::pin(run_control(listener, shared))));
-        }
+    /// Opens the control socket in `folder`, over which programs of this user and of root can also send orders to the
+    /// agent. The agent gets them from [`Self::take_orders`]. Creates the folder if it is missing.
+    ///
+    /// Until the first connection, only the thread of `supervisor` waits for clients. So a job that nobody asks has no
+    /// thread for this, and the first client gets an answer even if the agent's loop is stuck.
+    pub fn open_control(&self, folder: &Path, supervisor: &impl Spawn) -> io::Result<()> {
+        let (socket, listener) = ControlSocket::open(folder)?;
+        *lock(&self.control) = Some(socket);
+        let (thread, shared) = (Arc::clone(&self.thread), Arc::clone(&self.shared));
+        supervisor.spawn(Box::new(move || Box::pin(wait_for_client(listener, thread, shared))));
         Ok(())
+    }
+
+    /// Removes the control socket, so that no more clients find it. Open connections stay open. Idempotent.
+    pub fn close_control(&self) {
+        drop(lock(&self.control).take());
+    }
+
+    /// Sets the facts from which the server makes the status as long as the agent has published none.
+    pub fn outline(&self, outline: Outline) {
+        lock(&self.shared.published).outline = Some(Arc::new(outline));
     }
 
     /// Returns the new orders to the agent, the oldest first. When there are some, [`Self::fd`] is readable.
@@ -236,7 +290,7 @@ impl Handle {
     /// Sets the job status that the server reports. If `workers` is `None`, the previous list of workers is kept.
     pub fn publish(&self, state: State, status: Value, workers: Option<Vec<Worker>>) {
         let mut published = lock(&self.shared.published);
-        (published.state, published.status) = (state, status);
+        (published.state, published.status) = (state, Some(status));
         if let Some(workers) = workers {
             published.workers = workers;
         }
@@ -249,14 +303,15 @@ impl Handle {
         counts(&mut lock(&self.shared.registry), Instant::now())
     }
 
-    /// Stops the server and its threads, see HEALTH-5. If browsers listen to the events of the page, first sends them
+    /// Stops the server and its threads, and removes the control socket, see HEALTH-5. If browsers listen to the events of the page, first sends them
     /// the last text, and waits 20 ms. Idempotent. In a forked child, does nothing, because the threads exist only in
     /// the parent.
     pub fn close(&self) {
         if std::process::id() != self.owner {
             return;
         }
-        let runtime = lock(&self.runtime).take();
+        self.close_control();
+        let runtime = self.thread.close();
         if let Some(runtime) = &runtime
             && self.viewers() > 0
         {
@@ -332,24 +387,46 @@ async fn run(listener: std::net::TcpListener, shared: Arc<Shared>, notices: Noti
     }
 }
 
-async fn run_control(listener: UnixListener, shared: Arc<Shared>) {
+/// Waits for the first connection to the control socket, and then lets the server's thread serve the socket. Runs on
+/// the thread of the supervisor, and does not block it.
+async fn wait_for_client(listener: UnixListener, thread: Arc<ServerThread>, shared: Arc<Shared>) {
     // This fails only if the process has no file descriptor left. Then programs that connect get no answer.
     let Ok(listener) = tokio::net::UnixListener::from_std(listener) else { return };
-    let mut clients = Clients::new(MAX_CONTROLLERS);
-    loop {
-        tokio::select! {
-            biased;
-            () = clients.ended() => {}
-            accepted = listener.accept() => {
-                let Ok((stream, _)) = accepted else {
-                    sleep(PAUSE).await;
-                    continue;
-                };
-                let Ok(peer) = stream.peer_cred() else { continue };
-                let caller = Caller { uid: peer.uid(), pid: peer.pid().filter(|&pid| pid > 0) };
-                clients.admit(attend(stream, Arc::clone(&shared), Some(caller)));
-            }
+    let first = loop {
+        match listener.accept().await.map(|(stream, _)| (stream, thread.start())) {
+            Ok((_, Ok(false))) => return,
+            Ok((stream, Ok(true))) => break stream,
+            // There is no memory or file descriptor for the connection or for the thread. Later, there may be.
+            Ok((_, Err(_))) | Err(_) => sleep(PAUSE).await,
         }
+    };
+    // Take the sockets from this thread's poll set, so that the server's thread can add them to its own.
+    if let (Ok(listener), Ok(first)) = (listener.into_std(), first.into_std()) {
+        thread.spawn(Box::new(move || Box::pin(run_control(listener, first, shared))));
+    }
+}
+
+/// Serves the control socket. `first` is its first client.
+async fn run_control(listener: UnixListener, first: UnixStream, shared: Arc<Shared>) {
+    let Ok(listener) = tokio::net::UnixListener::from_std(listener) else { return };
+    let mut clients = Clients::new(MAX_CONTROLLERS);
+    let mut next = tokio::net::UnixStream::from_std(first);
+    loop {
+        if let Ok(stream) = next
+            && let Ok(peer) = stream.peer_cred()
+        {
+            let caller = Caller { uid: peer.uid(), pid: peer.pid().filter(|&pid| pid > 0) };
+            clients.admit(attend(stream, Arc::clone(&shared), Some(caller)));
+        } else {
+            sleep(PAUSE).await;
+        }
+        next = loop {
+            tokio::select! {
+                biased;
+                () = clients.ended() => {}
+                accepted = listener.accept() => break accepted.map(|(stream, _)| stream),
+            }
+        };
     }
 }
 
@@ -581,7 +658,12 @@ impl Shared {
     }
 
     fn status(&self) -> Value {
-        let mut status = lock(&self.published).status.clone();
+        let (published, outline) = {
+            let published = lock(&self.published);
+            (published.status.clone(), published.outline.clone())
+        };
+        let outlined = || outline.map_or_else(|| json!({}), |outline| outline.status());
+        let mut status = published.unwrap_or_else(outlined);
         let LivenessReport { alive, age, reason } = self.verdict();
         let Readings { timers, heartbeats, .. } = self.read();
         if let Some(workers) = status.get_mut("workers").and_then(Value::as_array_mut) {
@@ -631,7 +713,7 @@ impl Shared {
         let uptime = now.saturating_duration_since(self.began);
         let (state, workers, restarts_left) = {
             let published = lock(&self.published);
-            let left = published.status.get("restarts_left").and_then(Value::as_f64);
+            let left = published.status.as_ref().and_then(|status| status.get("restarts_left")?.as_f64());
             (published.state, published.workers.clone(), left)
         };
         // Read the usage from `/proc` before taking the lock, because other threads need the lock to update the

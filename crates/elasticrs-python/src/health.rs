@@ -1,16 +1,20 @@
 //! `_core.HealthServer`.
 
+use std::ffi::OsString;
+use std::io;
 use std::os::fd::AsRawFd;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
 use elasticrs_health::log_sizes::LogFile;
-use elasticrs_health::{Activity, Cause, Handle, Job, Order, State, Worker};
+use elasticrs_health::outline::{AttemptOutline, JobOutline};
+use elasticrs_health::{Activity, Cause, Handle, Job, Order, Outline, State, Worker};
 use elasticrs_runtime::notices::List;
 use elasticrs_runtime::readings::Dest;
-use elasticrs_sys::fds::duplicate;
-use pyo3::exceptions::PyValueError;
+use elasticrs_sys::clock::boot_now;
+use nix::errno::Errno;
+use pyo3::exceptions::{PyOSError, PyValueError};
 use pyo3::prelude::*;
 
 use crate::error::listen_error;
@@ -38,8 +42,17 @@ impl HealthServer {
         Ok(Self { handle, notices })
     }
 
-    fn serve_control(&self, fd: i32) -> PyResult<()> {
-        Ok(self.handle.serve_control(duplicate(fd)?)?)
+    fn open_control(&self, py: Python<'_>, folder: PathBuf, supervisor: &Supervisor) -> PyResult<()> {
+        py.detach(move || self.handle.open_control(&folder, &supervisor.inner)).map_err(|error| control_error(&error))
+    }
+
+    fn close_control(&self) {
+        self.handle.close_control();
+    }
+
+    #[pyo3(signature = (job, attempt=None))]
+    fn outline(&self, job: JobFields, attempt: Option<AttemptFields>) {
+        self.handle.outline(outline(job, attempt));
     }
 
     fn take_orders(&self) -> Vec<(u64, u32, Option<i32>, String)> {
@@ -164,6 +177,37 @@ impl HealthServer {
 
     fn close(&self, py: Python<'_>) {
         py.detach(|| self.handle.close());
+    }
+}
+
+/// Run id, role, name, number of workers on this node, maximum number of restarts, and path of the event log.
+type JobFields = (OsString, OsString, OsString, u32, u32, Option<OsString>);
+
+/// Name, round, number of restarts, the [place of this node](AttemptOutline::placed), folder of the log files, and the
+/// [workers](AttemptOutline::workers).
+type AttemptFields = (String, u64, u32, (u32, u32, u32), Option<OsString>, Vec<(Option<u32>, u32, i32)>);
+
+fn outline((run_id, role, name, nproc, max_restarts, event_log): JobFields, attempt: Option<AttemptFields>) -> Outline {
+    // JSON cannot have bytes that are not valid UTF-8, which a path may contain.
+    let text = |text: OsString| text.to_string_lossy().into_owned();
+    let (run_id, role, name, event_log) = (text(run_id), text(role), text(name), event_log.map(text));
+    let attempt = attempt.map(|(name, round, restarts, placed, log_folder, workers)| AttemptOutline {
+        name,
+        round,
+        restarts,
+        placed,
+        log_folder: log_folder.map(text),
+        workers,
+        at: boot_now(),
+    });
+    Outline { job: JobOutline { run_id, role, name, nproc, max_restarts, event_log }, attempt }
+}
+
+/// Converts an error from opening the control socket. Python shows its text to the user.
+fn control_error(error: &io::Error) -> PyErr {
+    match error.raw_os_error() {
+        Some(errno) => PyOSError::new_err((errno, Errno::from_raw(errno).desc())),
+        None => PyOSError::new_err(error.to_string()),
     }
 }
 

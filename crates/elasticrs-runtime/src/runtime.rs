@@ -32,20 +32,29 @@ pub fn start<F: Future<Output = ()>>(
     main: impl FnOnce() -> F + Send + 'static,
     panicked: impl FnOnce(String) + Send + 'static,
 ) -> io::Result<JoinHandle<()>> {
-    let runtime = tokio::runtime::Builder::new_current_thread().enable_io().enable_time().build()?;
+    let runtime = Unawaited(Some(tokio::runtime::Builder::new_current_thread().enable_io().enable_time().build()?));
     threads::start(builder, move || {
         let outcome = catch_unwind(AssertUnwindSafe(move || {
+            let Unawaited(Some(runtime)) = &runtime else { return };
             let tasks = LocalSet::new();
-            tasks.block_on(&runtime, async { main().await });
-            // Drop the tasks before the runtime, because their sockets are registered with it.
-            drop(tasks);
-            // Do not wait for blocking calls, because they may hang in the kernel.
-            runtime.shutdown_background();
+            tasks.block_on(runtime, async { main().await });
         }));
         if let Err(panic) = outcome {
             panicked(threads::panic_message(panic.as_ref()));
         }
     })
+}
+
+/// A runtime whose drop does not wait for blocking calls, because they may hang in the kernel. It can also be dropped
+/// on a thread that runs futures, which happens if that thread cannot start another one.
+struct Unawaited(Option<tokio::runtime::Runtime>);
+
+impl Drop for Unawaited {
+    fn drop(&mut self) {
+        if let Some(runtime) = self.0.take() {
+            runtime.shutdown_background();
+        }
+    }
 }
 
 /// A thread that runs tasks. Dropping this value drops all tasks, which closes their sockets, and waits until the

@@ -19,6 +19,7 @@ from elasticrs._engine.cli.control_client import (
     choose,
     find,
     no_jobs,
+    what_to_do,
     why_silent,
 )
 from elasticrs._engine.job.phrases import attempt_text, duration
@@ -128,6 +129,13 @@ def _chosen(options: argparse.Namespace) -> tuple[Agent, dict[str, Any]]:
     return agent, agent.status
 
 
+def _chosen_to_act(options: argparse.Namespace) -> tuple[Agent, dict[str, Any]]:
+    agent, status = _chosen(options)
+    if reason := status["agent"]["reason"]:
+        _tell(f"{agent.title}: {reason}; it carries out orders only when it goes on: {what_to_do(agent.pid)}")
+    return agent, status
+
+
 def _status(options: argparse.Namespace) -> int:
     agent, status = _chosen(options)
     status = agent.with_others(status)
@@ -187,12 +195,12 @@ def _agent_end(agent: Agent) -> Iterator[int]:
 
 
 def _stop(options: argparse.Namespace) -> int:
-    agent, _ = _chosen(options)
+    agent, _ = _chosen_to_act(options)
     return _end(options, agent, {"do": "stop", "now": options.now})
 
 
 def _drain(options: argparse.Namespace) -> int:
-    agent, status = _chosen(options)
+    agent, status = _chosen_to_act(options)
     order = {"do": "drain", "node": options.node, "stay_out": options.stay_out}
     group = status["group"] or {}
     if options.node in (status["host"], str(group.get("rank"))):
@@ -219,22 +227,19 @@ def _end(options: argparse.Namespace, agent: Agent, order: dict[str, Any], told:
 def _stacks(options: argparse.Namespace) -> int:
     from elasticrs._engine.cli.stacks_text import spied, text
 
-    agent, _ = _chosen(options)
-    (answer,) = agent.ask({"do": "stacks"})
-    if answer["code"] != DONE:
-        raise Problem(int(answer["code"]), f"{agent.title}: {answer['message']}")
-    answer = spied(answer)
+    agent, status = _chosen(options)
+    answer = spied(agent.stacks(status))
     _print([json.dumps(answer)] if options.json else text(answer, is_whole=options.all))
     return DONE
 
 
 def _checkpoint(options: argparse.Namespace) -> int:
-    agent, _ = _chosen(options)
+    agent, _ = _chosen_to_act(options)
     return _obey(agent, {"do": "checkpoint"}, SIGNAL_LIMIT)
 
 
 def _restart(options: argparse.Namespace) -> int:
-    agent, before = _chosen(options)
+    agent, before = _chosen_to_act(options)
     return _meet_again(options, agent, before, {"do": "restart"})
 
 

@@ -7,14 +7,14 @@ import http.client
 import json
 import os
 import socket
+import stat
 import struct
 from contextlib import closing, suppress
 from threading import Thread
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from elasticrs._engine.process.control_socket import PLACE, PREFIX, SUFFIX, check_folder, folder_of
-from elasticrs._engine.process.other_processes import read_state
-from elasticrs._engine.supervise.run.orders import DONE, FAILED, NO_JOB, REFUSED, USAGE
+from elasticrs._engine.process.other_processes import PLACE, PREFIX, control_folder, read_state
+from elasticrs._engine.supervise.run.orders import DONE, FAILED, NO_JOB, REFUSED, STACKS_LIMIT, USAGE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -26,6 +26,7 @@ ANSWER_LIMIT = 5.0
 """Maximum seconds to wait for an agent's answer."""
 
 _MAX_ANSWER = 64 << 20
+_SUFFIX = ".sock"
 
 
 class Problem(Exception):  # noqa: N818 -- it is a line for the user
@@ -90,6 +91,17 @@ class Agent(NamedTuple):
             return status
         (answer,) = self.ask({"do": "others"})
         return {**status, "others": answer.get("others") or []}
+
+    def stacks(self, status: dict[str, Any]) -> dict[str, Any]:
+        """Return where the ranks are. The agent asks them, or this process if the agent's loop is stuck.
+        Raises :class:`Problem`.
+        """
+        if status["agent"]["reason"]:
+            return _asked_directly(status)
+        (answer,) = self.ask({"do": "stacks"})
+        if answer["code"] != DONE:
+            raise Problem(int(answer["code"]), f"{self.title}: {answer['message']}")
+        return answer
 
     def ask(self, order: dict[str, Any], limit: float | None = None) -> Iterator[dict[str, Any]]:
         """Send an order to the agent, and iterate over the lines of its answer. Raise :class:`Problem` if a
@@ -170,30 +182,41 @@ def find(tell: Callable[[str], object], wanted: str | None = None) -> list[Agent
     only this one. If a killed agent has left its socket, remove the socket, and ``tell`` the user. Raises
     :class:`Problem` if another user owns the folder of the sockets.
     """
-    folder = folder_of(os.environ)
+    folder = control_folder(os.environ)
     try:
         if os.geteuid() != 0:
-            check_folder(folder)
-        names = sorted(name for name in os.listdir(folder) if name.endswith(SUFFIX)) if folder else []
+            _check_folder(folder)
+        names = sorted(name for name in os.listdir(folder) if name.endswith(_SUFFIX)) if folder else []
     except FileNotFoundError:
         return []
     except OSError as error:
         raise Problem(REFUSED, f"{folder}: {error.strerror}") from None
-    if f"{wanted}{SUFFIX}" in names:
+    if f"{wanted}{_SUFFIX}" in names:
         # Do not ask the other agents, because an agent that is stuck would delay the answer.
-        names = [f"{wanted}{SUFFIX}"]
+        names = [f"{wanted}{_SUFFIX}"]
     killed: list[str] = []
     found = [_agent(os.path.join(folder, name), killed) for name in names]
     if len(killed) == 1:
-        pid = os.path.basename(killed[0]).removesuffix(SUFFIX)
+        pid = os.path.basename(killed[0]).removesuffix(_SUFFIX)
         tell(f"agent {pid} was killed: removed the socket that it has left, {killed[0]}")
     elif killed:
         tell(f"removed the sockets of {len(killed)} agents that were killed")
     return sorted(agent for agent in found if agent is not None)
 
 
+def _check_folder(path: str) -> None:
+    """Raise ``OSError`` unless ``path`` is a folder that only this user can use."""
+    found = os.lstat(path)
+    if not stat.S_ISDIR(found.st_mode):
+        raise NotADirectoryError(errno.ENOTDIR, "not a folder", path)
+    if found.st_uid != os.geteuid():
+        raise PermissionError(errno.EPERM, f"the folder belongs to user {found.st_uid}", path)
+    if found.st_mode & 0o077:
+        raise PermissionError(errno.EPERM, "other users can open the folder (chmod 700)", path)
+
+
 def _agent(path: str, killed: list[str]) -> Agent | None:
-    name = os.path.basename(path).removesuffix(SUFFIX)
+    name = os.path.basename(path).removesuffix(_SUFFIX)
     if not name.isdecimal():
         return None
     pid = int(name)
@@ -249,33 +272,43 @@ def no_jobs() -> str:
 
 
 def why_silent(pid: int) -> str:
-    """Return why an agent does not answer, as ``/proc`` shows it, and which ranks are its children."""
+    """Return why an agent does not answer, as far as ``/proc`` shows it."""
     if read_state(pid) in ("T", "t"):
         return f"agent {pid} is stopped by a signal: kill -CONT {pid} continues it"
-    ranks = sorted(found for below in _below(pid) if (found := _rank_of(below, pid)) is not None)
-    run = (
-        f"; below it run {', '.join(f'rank {rank} (pid {own})' for rank, own in ranks[:16])}" if ranks else ""
-    )
-    what = f"py-spy dump --pid {pid} shows where, and kill -9 {pid} ends the job"
-    return f"agent {pid} does not answer, because its loop is stuck: {what}{run}"
+    return f"agent {pid} does not answer: {what_to_do(pid)}"
 
 
-def _below(pid: int) -> list[int]:
-    """Return the pids of a process's children, of their children, and so on."""
-    found = [pid]
-    for each in found:
-        with suppress(OSError):
-            for task in os.listdir(f"/proc/{each}/task"):
-                with open(f"/proc/{each}/task/{task}/children", encoding="ascii") as children:
-                    found += map(int, children.read().split())
-    return found[1:]
+def what_to_do(pid: int) -> str:
+    """Return the commands with which a user can look at an agent that hangs, and end its job."""
+    return f"py-spy dump --pid {pid} shows where it is, and kill -9 {pid} ends the job"
 
 
-def _rank_of(pid: int, agent: int) -> tuple[int, int] | None:
-    """Return the rank and pid of a process if it is a worker (which leads a session), else ``None``."""
+def _asked_directly(status: dict[str, Any]) -> dict[str, Any]:
+    """Ask the workers of this node where they are, as their agent would do. Raises :class:`Problem`."""
+    from elasticrs._engine.supervise.attempts.attempt import Attempt
+    from elasticrs._engine.supervise.failures.hang_diagnosis import told_stacks, where_running
+    from elasticrs._engine.workers.event_log import Adopted
+    from elasticrs._engine.workers.logs import LogPaths
+    from elasticrs._engine.workers.plan import Plan, WorkerRanks
+
+    workers = [each for each in status["workers"] if each["state"] != "EXITED" and each["rank"] is not None]
+    if not workers:
+        raise Problem(REFUSED, "no workers are running")
+    group, count = status["group"], len(workers)
+    ranks = [
+        WorkerRanks("", at, each["rank"], group["rank"], 0, count, group["workers"], group["world_size"], 0)
+        for at, each in enumerate(workers)
+    ]
+    files = LogPaths(error_files={at: _error_file(each["pid"]) for at, each in enumerate(workers)})
+    attempt = Attempt(status["round"], status["restarts"], Plan(ranks, "", 0), paths=files)
+    attempt.append(Adopted([each["pid"] for each in workers]))
+    return told_stacks([where_running(attempt, STACKS_LIMIT)], group["workers"])
+
+
+def _error_file(pid: int) -> str:
     try:
         with open(f"/proc/{pid}/environ", "rb") as file:
-            environ = dict(entry.split(b"=", 1) for entry in file.read().split(b"\0") if b"=" in entry)
-        return (int(environ[b"RANK"]), pid) if os.getsid(pid) == pid != agent else None
-    except (OSError, LookupError, ValueError):
-        return None
+            variables = dict(entry.split(b"=", 1) for entry in file.read().split(b"\0") if b"=" in entry)
+    except OSError:
+        return ""  # The worker has just exited.
+    return os.fsdecode(variables.get(b"TORCHELASTIC_ERROR_FILE", b""))

@@ -18,7 +18,6 @@ from elasticrs._engine.cli.log_lines import LogLines
 from elasticrs._engine.cli.stacks_text import spied, text
 from elasticrs._engine.process.console import visible
 from elasticrs._engine.supervise.observe.status_text import letters, ranks_table, remarks, sentence
-from elasticrs._engine.supervise.run.orders import DONE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -192,8 +191,7 @@ class Watch:
             yield [*said, str(problem)]
 
     def _stacks(self) -> list[str]:
-        (answer,) = self._agent.ask({"do": "stacks"})
-        return text(spied(answer), is_whole=False) if answer["code"] == DONE else [str(answer["message"])]
+        return text(spied(self._agent.stacks(self._status)), is_whole=False)
 
     def _log_lines(self) -> list[str]:
         lines = LogLines(self._agent, self._status, rank=None, events=False, count=_LOG_LINES)

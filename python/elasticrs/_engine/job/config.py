@@ -273,6 +273,12 @@ class JobSpec(Record, WorkerSettings):
         return self.event_log_handler != "null" or self.has_metrics or self.health_check_port is not None
 
     @property
+    def event_log(self) -> str | None:
+        """Absolute path of the file of the job's events; ``None`` if they go to no file."""
+        kind, _, path = self.event_log_handler.partition(":")
+        return os.path.abspath(path) if kind == "file" else None
+
+    @property
     def restart_settings(self) -> RestartSettings:
         from elasticrs._engine.job.restart_policy import RestartSettings
 

@@ -73,17 +73,17 @@ class HealthCheckServer:
         """Address of the server, as ``HOST:PORT``."""
         return f"[{self._host}]:{self.port}" if ":" in self._host else f"{self._host}:{self.port}"
 
-    def open(self, age: float = 0.0) -> _core.HealthServer:
+    def open(self, native: _core.HealthServer | None = None) -> _core.HealthServer:
         """Open the port, for a caller that answers the requests. Idempotent. Torch has no such method.
 
         Args:
-            age: seconds since the start of the process whose progress is reported.
+            native: server to use, if it exists already.
 
         Raises:
             OSError: the address cannot be used.
         """
         if self._server is None:
-            self._server = _core.HealthServer(self._host, self._port, float(self._timeout), age)
+            self._server = native or _core.HealthServer(self._host, self._port, float(self._timeout))
         return self._server
 
     def start(self) -> None:

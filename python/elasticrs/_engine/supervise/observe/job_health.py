@@ -56,14 +56,12 @@ class HealthObserver(Observer):
         say: Callable[[str], None],
         *,
         is_asked: bool = True,
-        age: float = 0.0,
     ) -> None:
         self._job = job
         self._is_asked = is_asked
         self._server = server
-        self._native = server.open(age)
-        kind, _, path = job.event_log_handler.partition(":")
-        self._event_log = os.path.abspath(path) if kind == "file" else None
+        self._native = server.open()
+        self._event_log = job.event_log
         self._take_orders: TakeOrders | None = None
         self._say = say
         self._state: _core.WorkersState = "INIT"
@@ -112,10 +110,9 @@ class HealthObserver(Observer):
             self._ranks = begun[-1].shown_ranks()
             self._enter_state("STOPPED")
 
-    def serve_control(self, fd: int, take: TakeOrders) -> bool:
-        self._native.serve_control(fd)
+    def control_server(self, take: TakeOrders) -> _core.HealthServer:
         self._take_orders = take
-        return True
+        return self._native
 
     def fd_ready(self, fd: int) -> bool:
         if not self._is_asked or fd != self._native.fd:

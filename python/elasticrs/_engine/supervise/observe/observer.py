@@ -22,7 +22,7 @@ from elasticrs._engine.supervise.failures.failed_attempt import (
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
-    from typing import TypeAlias
+    from typing import Any, TypeAlias
 
     from elasticrs import _core
     from elasticrs._engine.job.config import JobSpec
@@ -47,11 +47,11 @@ class Observer:
         """Handle a readable file descriptor. Return true if the descriptor belongs to this observer."""
         return False
 
-    def serve_control(self, fd: int, take: TakeOrders) -> bool:  # noqa: ARG002 -- a subclass uses it
-        """Serve the control socket ``fd``, and call ``take`` with the server when orders have arrived. Return
-        false if this observer has no server.
+    def control_server(self, take: TakeOrders) -> _core.HealthServer | None:  # noqa: ARG002 -- for subclasses
+        """Return the server that answers ``elasticctl``, or ``None`` if this observer has no server. It calls
+        ``take`` with the server when orders have arrived.
         """
-        return False
+        return None
 
     def ordered(self, order: str, user: object, pid: object, node: object) -> None:
         """Handle an order that ``elasticctl`` has sent, before it takes effect. ``user`` and ``pid`` tell
@@ -125,14 +125,16 @@ class Observers(Observer):
         self._say = say
         self._broken: set[int] = set()
 
-    def add(self, observer: Observer) -> None:
-        self._observers += (observer,)
+    def add_first(self, observer: Observer) -> None:
+        """Add an observer, before the others, because one of those may hang."""
+        self._observers = (observer, *self._observers)
 
     def fd_ready(self, fd: int) -> bool:
         return any(self._tell("fd_ready", fd))
 
-    def serve_control(self, fd: int, take: TakeOrders) -> bool:
-        return any(self._tell("serve_control", fd, take))
+    def control_server(self, take: TakeOrders) -> _core.HealthServer | None:
+        servers: list[Any] = self._tell("control_server", take)
+        return next((server for server in servers if server is not None), None)
 
     def _tell(self, name: str, *args: object) -> list[object]:
         answers = []
@@ -153,6 +155,26 @@ def _pass_on(name: str) -> None:
 for _name in vars(Observer).keys() - vars(Observers).keys():
     if not _name.startswith("_"):
         _pass_on(_name)
+
+
+class Outliner(Observer):
+    """Observer that tells a server the main facts about the job, in case that the agent's loop is stuck when
+    ``elasticctl`` asks for the first time. Otherwise, the loop publishes the whole status then.
+    """
+
+    def __init__(self, job: JobSpec, server: _core.HealthServer) -> None:
+        self._server = server
+        self._facts = job.run_id, job.role, job.name, job.nproc, job.max_restarts, job.event_log
+        server.outline(self._facts)
+
+    def running(self, result: JobResult) -> None:
+        attempt = result.attempts[-1]
+        first, paths = attempt.plan.ranks[0], attempt.paths
+        placed = first.group_rank, first.group_world_size, first.world_size
+        folder = paths.run_folder if paths.have_output else None
+        workers = [(rank, place, attempt.pids[place]) for place, rank in attempt.shown_ranks().items()]
+        told = attempt.name, attempt.round, result.restarts, placed, folder, workers
+        self._server.outline(self._facts, told)
 
 
 # --- the terminal ---

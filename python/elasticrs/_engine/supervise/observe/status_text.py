@@ -183,6 +183,9 @@ def _weighed_remarks(status: Mapping[str, Any]) -> list[tuple[str, str]]:
     job = f"--job {agent['pid']}"
     if not agent["alive"]:
         found.append(("bad", f"the agent does not work: {agent['reason']} (its pid is {agent['pid']})"))
+    elif agent["reason"]:
+        missing = f"what only it knows is missing here (its pid is {agent['pid']})"
+        found.append(("bad", f"{agent['reason']}; {missing}"))
     if status["no_progress"] and not has_ended:
         what = printable(str(status["no_progress"]["what"]), 1000)
         found.append(("bad", f"{what}; see elasticctl stacks {job}"))
@@ -243,7 +246,8 @@ def _looks(status: Mapping[str, Any], workers: Sequence[Mapping[str, Any]]) -> l
         if state == "EXITED" and worker.get("was_stopped"):
             look = "s", LETTERS["s"]
         elif state == "EXITED":
-            look = "F" if worker["exitcode"] else "x", how_it_ended(worker["exitcode"])
+            code = worker["exitcode"]
+            look = "F" if code else "x", LETTERS["x"] if code is None else how_it_ended(code)
         elif state == "PAUSED":
             where = f" on {printable(str(worker['node']))}" if _shows_nodes(status) else ""
             look = "p", f"stopped by a signal; kill -CONT {worker['pid']}{where} continues it"

@@ -16,6 +16,7 @@ from elasticrs._engine.job import phrases
 from elasticrs._engine.job.restart_policy import Verdict
 from elasticrs._engine.process.background_call import FileAccess
 from elasticrs._engine.process.console import END_PATIENCE, Console
+from elasticrs._engine.process.other_processes import control_folder
 from elasticrs._engine.process.signals import StopRequests, suspend
 from elasticrs._engine.supervise.attempts import state_machine as machine
 from elasticrs._engine.supervise.run.tracker import AttemptTracker
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
     from elasticrs import _core
     from elasticrs._engine.gpus.node_check import NodeCheck, NodeCheckResult
     from elasticrs._engine.job.config import JobSpec
-    from elasticrs._engine.process.control_socket import ControlSocket
     from elasticrs._engine.process.signals import SignalPipe
     from elasticrs._engine.supervise.attempts.attempt import Attempt, JobResult
     from elasticrs._engine.supervise.decide.decisions import Decisions
@@ -80,7 +80,8 @@ class Agent:
         self._signals = signals
         self._owns_process = owns_process
         self._begun_ns = time.monotonic_ns()
-        self._control: ControlSocket | None = None
+        self._control: _core.HealthServer | None = None
+        self._unasked: _core.HealthServer | None = None
         self._orders: Orders | None = None
         if owns_process:
             decisions.serve = self._take_call
@@ -152,7 +153,7 @@ class Agent:
                 self._drive()
         finally:
             if self._control is not None:
-                self._control.close()
+                self._control.close_control()
             if self._checking is not None:
                 self._checking[0].cancel()
                 self._checking[0].finish()
@@ -315,44 +316,47 @@ class Agent:
             checkpoints.close()
 
     def _open_control(self) -> None:
-        """Open the Unix socket of this agent for ``elasticctl``, unless another program runs the agent."""
-        from elasticrs._engine.process.control_socket import ControlSocket, folder_of
-
-        folder = folder_of(os.environ)
+        """Open the Unix socket of this agent for ``elasticctl``, unless another program runs the agent. The
+        health check server serves it, if there is one. Otherwise, a server serves it that has no port.
+        """
+        folder = control_folder(os.environ)
         if not self._owns_process or not folder:
             return
+        tracker = self._tracker
+        server = tracker.observers.control_server(self._take_orders)
+        if server is None:
+            age = (time.monotonic_ns() - self._begun_ns) / 1e9
+            server = self._unasked = tracker.control_server(self._job.health_check_timeout, age)
         try:
-            self._control = ControlSocket(folder)
+            server.open_control(folder, tracker.supervisor)
         except OSError as error:
             why = error.strerror or error
             self._console.say(f"no control socket in {folder}: {why}; elasticctl cannot reach this job")
             return
-        self._tracker.supervisor.watch_fd(self._control.fd)
+        self._control = server
 
-    def _serve_control(self, control: ControlSocket) -> None:
-        """Let a server answer on the socket for ``elasticctl``, because a program has connected to it: the
-        health check server if there is one. Otherwise, start a server that has no port.
-        """
-        self._tracker.supervisor.unwatch_fd(control.fd)
-        observers, take = self._tracker.observers, self._make_orders().take
-        if observers.serve_control(control.fd, take):
-            return
+    def _take_orders(self, server: _core.HealthServer) -> None:
+        self._make_orders().take(server)
+
+    def _answer_first(self, native: _core.HealthServer) -> None:
+        """Publish the job's status from now on, because ``elasticctl`` has asked for the first time."""
         from elasticrs._engine.supervise.observe.health_check_server import HealthCheckServer
         from elasticrs._engine.supervise.observe.job_health import HealthObserver
 
+        self._unasked = None
         server = HealthCheckServer(time.time, None, self._job.health_check_timeout)
-        age = (time.monotonic_ns() - self._begun_ns) / 1e9
+        server.open(native)
         try:
-            observer = HealthObserver(self._job, server, self._console.say, age=age)
+            observer = HealthObserver(self._job, server, self._console.say)
             observer.catch_up(self._tracker.supervisor, self.result)
-            observer.serve_control(control.fd, take)
+            observer.control_server(self._take_orders)
         # An error in the code that serves elasticctl must not end the job.
         except Exception as error:
             self._console.say(f"elasticctl cannot reach this job any more: {error!r}")
+            self._tracker.supervisor.unwatch_fd(native.fd)
             server.stop()
-            control.close()
             return
-        observers.add(observer)
+        self._tracker.observers.add_first(observer)
 
     def _make_orders(self) -> Orders:
         from elasticrs._engine.supervise.run.orders import Orders
@@ -585,8 +589,8 @@ class Agent:
         if self.checkpoints is not None and fd == self.checkpoints.fd:
             self.checkpoints.take()
             return True
-        if self._control is not None and fd == self._control.fd:
-            self._serve_control(self._control)
+        if self._unasked is not None and fd == self._unasked.fd:
+            self._answer_first(self._unasked)
             return True
         if self._checking is not None and fd == self._checking[0].fd:
             self._take_check(*self._checking)

@@ -21,7 +21,7 @@ from elasticrs._engine.supervise.failures.failed_attempt import (
     is_collective_failure,
     reports_lost_peer,
 )
-from elasticrs._engine.supervise.observe.observer import Observers, TerminalReporter
+from elasticrs._engine.supervise.observe.observer import Observers, Outliner, TerminalReporter
 from elasticrs._engine.supervise.run.workers import (
     prepare_group,
     prepare_replacement,
@@ -149,6 +149,19 @@ class AttemptTracker:
             supervisor.watch_fd(fd)
         self._extra = watch_timers(self._workers.setup, supervisor)
         self.observers.opened(supervisor, self.result)
+
+    def control_server(self, limit: float, age: float) -> _core.HealthServer:
+        """Create a server without a port for ``elasticctl``. Until the first request, it has no thread.
+
+        Args:
+            limit: seconds after which a loop that does not respond counts as stuck.
+            age: seconds since the agent began.
+        """
+        server = _core.HealthServer("", None, limit, age)
+        server.show(self.supervisor, is_asked=True)
+        self.supervisor.watch_fd(server.fd)
+        self.observers.add_first(Outliner(self._job, server))
+        return server
 
     def close(self) -> None:
         """Kill the remaining processes and close the supervisor. Idempotent."""

@@ -1,0 +1,105 @@
+//! The control socket: the Unix socket `PID.sock` in a folder of the user, over which `elasticctl` reaches the agent.
+//!
+//! Only the user and root can use the folder (mode 0700) and the socket (0600).
+
+use std::fs::{self, DirBuilder, Permissions};
+use std::io;
+use std::os::unix::fs::{DirBuilderExt, MetadataExt, PermissionsExt};
+use std::os::unix::net::UnixListener;
+use std::path::{Path, PathBuf};
+
+use nix::errno::Errno;
+use nix::sys::socket::{AddressFamily, SockFlag, SockType, UnixAddr, connect, socket};
+use std::os::fd::AsRawFd;
+
+/// The file of a control socket. Dropping it removes the file, except in a forked child of this process.
+#[derive(Debug)]
+pub(crate) struct ControlSocket {
+    path: PathBuf,
+    owner: u32,
+}
+
+impl ControlSocket {
+    /// Listens on the socket of this process in `folder`, which is created if it is missing.
+    pub(crate) fn open(folder: &Path) -> io::Result<(Self, UnixListener)> {
+        match DirBuilder::new().mode(0o700).create(folder) {
+            Err(error) if error.kind() == io::ErrorKind::AlreadyExists => check_folder(folder)?,
+            created => created?,
+        }
+        let owner = std::process::id();
+        let [path, new] = ["sock", "new"].map(|suffix| folder.join(format!("{owner}.{suffix}")));
+        // A process in another PID namespace may have the same pid.
+        if is_served(&path) {
+            return Err(io::ErrorKind::AddrInUse.into());
+        }
+        if fs::symlink_metadata(&new).is_ok() {
+            // A process that had this pid earlier has left the file behind.
+            fs::remove_file(&new)?;
+        }
+        // Rename the socket once it listens. Otherwise, `elasticctl` could find it earlier, and remove it as that of a
+        // dead agent.
+        let listener = UnixListener::bind(&new)?;
+        listener.set_nonblocking(true)?;
+        fs::set_permissions(&new, Permissions::from_mode(0o600))?;
+        fs::rename(&new, &path)?;
+        Ok((Self { path, owner }, listener))
+    }
+}
+
+impl Drop for ControlSocket {
+    fn drop(&mut self) {
+        if std::process::id() == self.owner {
+            // Ignore an error. It means that the file or its folder is gone already.
+            let _ = fs::remove_file(&self.path);
+        }
+    }
+}
+
+/// Fails unless `folder` is a folder that only this user can use.
+fn check_folder(folder: &Path) -> io::Result<()> {
+    let found = fs::symlink_metadata(folder)?;
+    if !found.is_dir() {
+        return Err(io::Error::other("not a folder"));
+    }
+    if found.uid() != nix::unistd::geteuid().as_raw() {
+        return Err(io::Error::other(format!("the folder belongs to user {}", found.uid())));
+    }
+    if found.mode() & 0o077 != 0 {
+        return Err(io::Error::other("other users can open the folder (chmod 700)"));
+    }
+    Ok(())
+}
+
+/// Returns true if a process listens on the socket. Does not block, even if the queue of the socket is full.
+fn is_served(path: &Path) -> bool {
+    if fs::symlink_metadata(path).is_err() {
+        return false;
+    }
+    let flags = SockFlag::SOCK_CLOEXEC | SockFlag::SOCK_NONBLOCK;
+    let (Ok(address), Ok(probe)) = (UnixAddr::new(path), socket(AddressFamily::Unix, SockType::Stream, flags, None))
+    else {
+        return false;
+    };
+    !matches!(connect(probe.as_raw_fd(), &address), Err(Errno::ECONNREFUSED | Errno::ENOENT))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_socket_is_replaced_only_if_no_process_listens_on_it() {
+        let folder = tempfile::tempdir().unwrap();
+        let folder = folder.path().join("new");
+        let (socket, listener) = ControlSocket::open(&folder).unwrap();
+        assert_eq!(fs::metadata(&folder).unwrap().mode() & 0o777, 0o700);
+        assert_eq!(fs::metadata(&socket.path).unwrap().mode() & 0o777, 0o600);
+        assert_eq!(ControlSocket::open(&folder).unwrap_err().kind(), io::ErrorKind::AddrInUse);
+        drop(listener);
+        fs::write(folder.join(format!("{}.new", socket.owner)), "").unwrap();
+        let (other, _listener) = ControlSocket::open(&folder).unwrap();
+        drop(other);
+        assert_eq!(fs::read_dir(&folder).unwrap().count(), 0);
+        drop(socket);
+    }
+}
