@@ -13,6 +13,7 @@ from benchmarks import (
     launch,
     leave,
     lost,
+    operate,
     peers,
     raised,
     rendezvous,
@@ -52,6 +53,7 @@ BENCHMARKS: dict[str, Callable[[Options], list[Row]]] = {
     "scrape": scrape.measure,
     "keep": kept.measure,
     "train-steps": train_steps.measure,
+    "operate": operate.measure,
     "worker-store": worker_store.measure,
 }
 
