@@ -9,6 +9,7 @@ import importlib
 import json
 import re
 import shutil
+import subprocess
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -57,6 +58,27 @@ html_js_files = ["copy.js"]
 html_show_search_summary = False  # search.js shows excerpts
 html_logo = html_favicon = "_static/logo.svg"
 html_show_copyright = False
+
+
+def edit_links() -> dict[str, str]:
+    """Return the settings of Furo for links that edit a page on GitHub, if this clone was made from there. No
+    file of the project has its address.
+    """
+    command = ("git", "-C", ROOT, "config", "--get", "remote.origin.url")
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    found = re.fullmatch(
+        r"(?:https://|(?:ssh://)?git@)github\.com[/:]([\w.-]+/[\w.-]+?)(?:\.git)?\n", done.stdout
+    )
+    if found is None:
+        return {}
+    return {
+        "source_repository": f"https://github.com/{found[1]}/",
+        "source_branch": "main",
+        "source_directory": "",
+    }
+
+
+html_theme_options = edit_links()
 
 
 def load_names(_app: Sphinx) -> None:

@@ -1,7 +1,8 @@
 """Make the pictures in ``docs/pictures`` from real runs: ``make pictures``.
 
 With ``--record``, this program runs jobs, and replaces the records of them: ``NAME.cast`` has what a terminal
-showed (as asciicast, version 2, which asciinema plays), and ``restart.json`` has the times of restarts.
+showed (as asciicast, version 2, which asciinema plays), and ``restart.json`` has the times of restarts. A
+browser takes the pictures of the status page of a job.
 Without the option, it only draws the pictures again, from these records and from the table of
 ``docs/benchmarks.md``. The same records always give the same pictures, so a test can compare the pictures in
 the repository with the records.
@@ -407,6 +408,8 @@ def main() -> None:
     if arguments.record:
         record_casts()
         record_restarts()
+        demo = ROOT / "examples" / "operate" / "demo.py"
+        subprocess.run([sys.executable, demo, "--pictures", FOLDER], check=True)
     for name, text in pictures().items():
         (FOLDER / name).write_text(text, encoding="utf-8")
 

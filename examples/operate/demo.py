@@ -114,8 +114,12 @@ class Demo:
                 how = f"in {Path(program).name}"
                 if self._pictures is not None:
                     self._pictures.mkdir(parents=True, exist_ok=True)
-                    (self._pictures / "page.png").write_bytes(browser.picture())
-                    how += f", picture in {self._pictures / 'page.png'}"
+                    for theme in ("light", "dark"):
+                        browser.open(f"http://{found[1]}/", height=700, is_dark=theme == "dark")
+                        for rank in range(NODES):
+                            browser.wait_for(f"\n{rank}\t")
+                        (self._pictures / f"page-{theme}.png").write_bytes(browser.picture())
+                    how += f", pictures in {self._pictures}"
         if words not in sentence:
             self.broken.append(f"the page says {sentence!r}")
         self.account.append(f"page ({how}): {sentence}")
@@ -133,7 +137,7 @@ def sentence_of(address: str) -> str:
 
 def main(words: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--pictures", type=Path, help="folder for a picture of the page")
+    parser.add_argument("--pictures", type=Path, help="folder for pictures of the page")
     arguments = parser.parse_args(words)
     with tempfile.TemporaryDirectory(prefix="operate_") as name:
         demo = Demo(Path(name), arguments.pictures)
