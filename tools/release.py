@@ -6,6 +6,7 @@
   on that needs no global interpreter lock.
 - All wheels are made from nothing but the sdist. Those for this machine's architecture are installed into
   an environment of each Python that is here, and launch jobs. The others are only inspected.
+- All files are uploaded to a package index on this machine, from which each Python installs them by name.
 - Two builds of one commit with the same compilers give the same bytes: file times are the time of the commit
   (``SOURCE_DATE_EPOCH``), and no path of the machine is in the results. ``tools/rebuild.py`` proves it.
 
@@ -30,7 +31,7 @@ from tools import linked, wheel, wheel_checks
 ARCHITECTURES = ("x86_64", "aarch64")
 # Pin the versions, because others may produce different bytes.
 BUILD_TOOLS = {"maturin": "1.16.0", "ziglang": "0.17.1"}
-CHECKERS = ("twine", "auditwheel", "abi3audit", "cyclonedx-python-lib[json-validation]")
+CHECKERS = ("auditwheel", "abi3audit", "cyclonedx-python-lib[json-validation]")
 
 
 class Flavour(NamedTuple):
@@ -155,7 +156,6 @@ def check(scratch: Path, require_all: bool) -> None:
     if (wheel.DIST / "SHA256SUMS").read_text(encoding="utf-8") != sums():
         sys.exit("release: the files in dist/ do not have the checksums in dist/SHA256SUMS")
     python = install(scratch / "checkers", *CHECKERS)
-    wheel.run(python, "-m", "twine", "check", "--strict", *wheel.built())
     for architecture in ARCHITECTURES:
         for flavour in FLAVOURS:
             (built,) = wheel.DIST.glob(f"*-{flavour.tag}-*_{architecture}.whl")
@@ -167,6 +167,8 @@ def check(scratch: Path, require_all: bool) -> None:
                     sys.exit(f"release: {built.name} was not run: there is no Python {flavour.pythons}")
             launched = f"launches with Python {', '.join(versions)}" if versions else "inspected, but not run"
             print(f"release: {built.name}, {built.stat().st_size / 1e6:.2f} MB, {launched}")
+    by_name = wheel.install_by_name(wheel.built(), scratch)
+    print(f"release: uploaded to a package index here; by name, it launches with Python {', '.join(by_name)}")
 
 
 def main() -> None:

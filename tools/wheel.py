@@ -1,7 +1,8 @@
 """Build the sdist and the wheel, install them into empty environments as a user would, and launch jobs.
 
 - The wheel is made from nothing but the sdist, which proves that it holds every crate that the extension
-  needs, and is installed into an environment of each Python that is here, from 3.10 on: one wheel for all.
+  needs. Both are uploaded to a package index on this machine. From there, an environment of each Python that
+  is here, from 3.10 on, installs the wheel by name: one wheel for all.
 - A clone of the repository, as it is committed, is installed by ``pip install .``.
 
 Needs a Python, Rust, and a package index for maturin; no environment of the tree.
@@ -10,12 +11,15 @@ Needs a Python, Rust, and a package index for maturin; no environment of the tre
 import os
 import re
 import shutil
+import socket
 import subprocess
 import sys
 import tarfile
 import tempfile
+import time
 import zipfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -164,6 +168,57 @@ def install_everywhere(wheel: Path, scratch: Path, versions: Iterable[str] = VER
     return here
 
 
+@contextmanager
+def package_index(files: Sequence[Path], scratch: Path) -> Iterator[str]:
+    """Serve a package index on this machine to which the files were uploaded as to a public one. Yield its
+    address.
+    """
+    python = environment(sys.executable, scratch / "index-tools")
+    run(python, "-m", "pip", "install", "--quiet", "twine", "pypiserver")
+    run(python, "-m", "twine", "check", "--strict", *files)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    folder = scratch / "index"
+    folder.mkdir()
+    # Everyone may upload.
+    arguments = (
+        f"-m pypiserver run --interface 127.0.0.1 --port {port} --passwords . --authenticate .".split()
+    )
+    quiet = subprocess.DEVNULL
+    with subprocess.Popen((python, *arguments, folder), stdout=quiet, stderr=quiet) as server:
+        try:
+            ends = time.monotonic() + 60
+            while not _listens(port):
+                if server.poll() is not None or time.monotonic() > ends:
+                    sys.exit(f"wheel: pypiserver does not listen; its exit code is {server.returncode}")
+                time.sleep(0.1)
+            address = f"http://127.0.0.1:{port}"
+            user = ["--username", "user", "--password", "none", "--non-interactive", "--disable-progress-bar"]
+            run(python, "-m", "twine", "upload", "--repository-url", address, *user, *files)
+            yield f"{address}/simple/"
+        finally:
+            server.terminate()
+
+
+def _listens(port: int) -> bool:
+    with socket.socket() as connection:
+        return connection.connect_ex(("127.0.0.1", port)) == 0
+
+
+def install_by_name(files: Sequence[Path], scratch: Path) -> dict[str, Path]:
+    """Upload the files to a package index. Install the project by its name into an environment of each
+    available Python, and launch a job there. Return these Pythons.
+    """
+    here = interpreters()
+    with package_index(files, scratch) as index:
+        for version, interpreter in here.items():
+            python = environment(interpreter, scratch / f"by-name-{version}")
+            options = ["install", "--quiet", "--only-binary", ":all:", "--index-url"]
+            run(python, "-m", "pip", *options, index, "elasticrs")
+            smoke(python)
+    return here
+
+
 def install_clone(interpreter: Path, scratch: Path) -> None:
     """Install from a clone, as the first page of the documentation says, and launch a job."""
     run("git", "clone", "--quiet", ROOT, scratch / "clone")
@@ -178,12 +233,12 @@ def main() -> None:
         scratch = Path(name)
         wheel = build(scratch)
         check_files(wheel)
-        here = install_everywhere(wheel, scratch)
+        here = install_by_name(built(), scratch)
         oldest = next(iter(here.values()))
         install_clone(oldest, scratch)
     size = wheel.stat().st_size / 1e6
     versions = ", ".join(here)
-    print(f"wheel: {wheel.relative_to(ROOT)}, {size:.1f} MB, installs and launches with Python {versions}")
+    print(f"wheel: {wheel.relative_to(ROOT)}, {size:.1f} MB, installed by name with Python {versions}")
     absent = [version for version in VERSIONS if version not in here]
     print(f"wheel: so does a clone, by pip install .; not here: Python {', '.join(absent) or 'none'}")
 
