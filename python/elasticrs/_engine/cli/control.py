@@ -24,7 +24,15 @@ from elasticrs._engine.cli.control_client import (
 )
 from elasticrs._engine.job.phrases import attempt_text, duration
 from elasticrs._engine.process.console import visible
-from elasticrs._engine.supervise.observe.status_text import TITLES, ranks_table, remarks, row, sentence, table
+from elasticrs._engine.supervise.observe.status_text import (
+    TITLES,
+    ranks_table,
+    remarks,
+    row,
+    sentence,
+    table,
+    why_stuck,
+)
 from elasticrs._engine.supervise.run.orders import DONE, FAILED, NO_JOB, NOT_AGREED, USAGE
 
 if TYPE_CHECKING:
@@ -131,7 +139,7 @@ def _chosen(options: argparse.Namespace) -> tuple[Agent, dict[str, Any]]:
 
 def _chosen_to_act(options: argparse.Namespace) -> tuple[Agent, dict[str, Any]]:
     agent, status = _chosen(options)
-    if reason := status["agent"]["reason"]:
+    if reason := why_stuck(status):
         _tell(f"{agent.title}: {reason}; it carries out orders only when it goes on: {what_to_do(agent.pid)}")
     return agent, status
 

@@ -14,6 +14,7 @@ from threading import Thread
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from elasticrs._engine.process.other_processes import PLACE, PREFIX, control_folder, read_state
+from elasticrs._engine.supervise.observe.status_text import why_stuck
 from elasticrs._engine.supervise.run.orders import DONE, FAILED, NO_JOB, REFUSED, STACKS_LIMIT, USAGE
 
 if TYPE_CHECKING:
@@ -96,7 +97,7 @@ class Agent(NamedTuple):
         """Return where the ranks are. The agent asks them, or this process if the agent's loop is stuck.
         Raises :class:`Problem`.
         """
-        if status["agent"]["reason"]:
+        if why_stuck(status):
             return _asked_directly(status)
         (answer,) = self.ask({"do": "stacks"})
         if answer["code"] != DONE:

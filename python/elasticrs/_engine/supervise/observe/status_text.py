@@ -31,6 +31,9 @@ _STATES = {
     "SUCCEEDED": "succeeded",
     "FAILED": "failed",
 }
+_LATE = 0.5
+"""Seconds without an answer of the agent's loop after which the loop counts as stuck."""
+
 MAX_SHOWN = 16
 """Maximum number of remarks about ranks, and of rows in the table of ranks."""
 
@@ -176,6 +179,14 @@ def remarks(status: Mapping[str, Any]) -> list[str]:
     return [text for _, text in _weighed_remarks(status)]
 
 
+def why_stuck(status: Mapping[str, Any]) -> str | None:
+    """Return why the agent's loop counts as stuck, or ``None`` if it answers, or was asked only just now."""
+    agent = status["agent"]
+    if agent["reason"] and (not agent["alive"] or agent["age_seconds"] >= _LATE):
+        return str(agent["reason"])
+    return None
+
+
 def _weighed_remarks(status: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Return pairs: how serious a remark is (``bad``, ``warn`` or ``note``), and its text for the user."""
     found = []
@@ -183,9 +194,9 @@ def _weighed_remarks(status: Mapping[str, Any]) -> list[tuple[str, str]]:
     job = f"--job {agent['pid']}"
     if not agent["alive"]:
         found.append(("bad", f"the agent does not work: {agent['reason']} (its pid is {agent['pid']})"))
-    elif agent["reason"]:
+    elif stuck := why_stuck(status):
         missing = f"what only it knows is missing here (its pid is {agent['pid']})"
-        found.append(("bad", f"{agent['reason']}; {missing}"))
+        found.append(("bad", f"{stuck}; {missing}"))
     if status["no_progress"] and not has_ended:
         what = printable(str(status["no_progress"]["what"]), 1000)
         found.append(("bad", f"{what}; see elasticctl stacks {job}"))
