@@ -1,4 +1,5 @@
-//! The control socket: the Unix socket `PID.sock` in a folder of the user, over which `elasticctl` reaches the agent.
+//! Control socket of an agent: the Unix socket `PID.sock` in a per-user folder, over which the command `elasticctl`
+//! sends requests to the agent.
 //!
 //! Only the user and root can use the folder (mode 0700) and the socket (0600).
 
@@ -12,7 +13,7 @@ use nix::errno::Errno;
 use nix::sys::socket::{AddressFamily, SockFlag, SockType, UnixAddr, connect, socket};
 use std::os::fd::AsRawFd;
 
-/// The file of a control socket. Dropping it removes the file, except in a forked child of this process.
+/// Path of a control socket. Dropping this value removes the socket file, except in a forked child of this process.
 #[derive(Debug)]
 pub(crate) struct ControlSocket {
     path: PathBuf,
@@ -20,7 +21,7 @@ pub(crate) struct ControlSocket {
 }
 
 impl ControlSocket {
-    /// Listens on the socket of this process in `folder`, which is created if it is missing.
+    /// Listens on the control socket of this process in `folder`. Creates the folder if it is missing.
     pub(crate) fn open(folder: &Path) -> io::Result<(Self, UnixListener)> {
         match DirBuilder::new().mode(0o700).create(folder) {
             Err(error) if error.kind() == io::ErrorKind::AlreadyExists => check_folder(folder)?,
@@ -28,16 +29,16 @@ impl ControlSocket {
         }
         let owner = std::process::id();
         let [path, new] = ["sock", "new"].map(|suffix| folder.join(format!("{owner}.{suffix}")));
-        // A process in another PID namespace may have the same pid.
+        // Do not replace a socket that is in use, because a process in another PID namespace may have the same pid.
         if is_served(&path) {
             return Err(io::ErrorKind::AddrInUse.into());
         }
         if fs::symlink_metadata(&new).is_ok() {
-            // A process that had this pid earlier has left the file behind.
+            // Remove the file that an earlier process with the same pid has left behind.
             fs::remove_file(&new)?;
         }
-        // Rename the socket once it listens. Otherwise, `elasticctl` could find it earlier, and remove it as that of a
-        // dead agent.
+        // Give the socket its final name only when it listens, because `elasticctl` removes a socket on which no
+        // process listens.
         let listener = UnixListener::bind(&new)?;
         listener.set_nonblocking(true)?;
         fs::set_permissions(&new, Permissions::from_mode(0o600))?;
@@ -49,13 +50,13 @@ impl ControlSocket {
 impl Drop for ControlSocket {
     fn drop(&mut self) {
         if std::process::id() == self.owner {
-            // Ignore an error. It means that the file or its folder is gone already.
+            // Ignore the error, because the file or its folder is already gone.
             let _ = fs::remove_file(&self.path);
         }
     }
 }
 
-/// Fails unless `folder` is a folder that only this user can use.
+/// Returns an error unless `folder` is a directory that only this user can access.
 fn check_folder(folder: &Path) -> io::Result<()> {
     let found = fs::symlink_metadata(folder)?;
     if !found.is_dir() {
@@ -70,7 +71,7 @@ fn check_folder(folder: &Path) -> io::Result<()> {
     Ok(())
 }
 
-/// Returns true if a process listens on the socket. Does not block, even if the queue of the socket is full.
+/// Returns true if a process listens on the socket. Does not block, even if the backlog of the socket is full.
 fn is_served(path: &Path) -> bool {
     if fs::symlink_metadata(path).is_err() {
         return false;

@@ -20,7 +20,7 @@
 //! | [`page`] | the page for browsers, and the events that keep it current |
 //! | `control` | the control socket: the agent's Unix socket for `elasticctl` |
 //! | [`orders`] | requests to act, over the control socket, for the agent's loop |
-//! | [`outline`] | the status of the job as long as the loop has published none |
+//! | [`outline`] | the status of the job until the loop publishes one |
 //! | [`liveness`] | decides whether the agent is alive (pure) |
 //! | [`metrics`] | counts the metrics that the agent reports, and renders the page of all metrics; time of the job by activity |
 //! | [`processes`], [`log_sizes`] | values read at a scrape: from `/proc` and log files |

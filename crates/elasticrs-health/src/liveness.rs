@@ -115,8 +115,8 @@ impl Liveness {
         LivenessReport { alive: age <= self.limit, age, reason: Some(reason) }
     }
 
-    /// Returns for how long the loop has taken no step: the time since its current event began or since its last
-    /// liveness answer, whichever is shorter. `None` if the loop is idle or is not monitored.
+    /// Returns for how long the agent's loop has made no progress: the time since its current event began or since its
+    /// last answer to a liveness check, whichever is shorter. `None` if the loop is idle or is not monitored.
     fn no_step(&self, now: Instant, at_work: Option<Duration>) -> Option<Duration> {
         let answered = self.answered.as_ref().map(|answer| now.saturating_duration_since(answer.at));
         Some(at_work?.min(answered.unwrap_or(Duration::MAX)))

@@ -1,11 +1,12 @@
-//! The status of a job as long as the agent's loop has published none. The loop publishes a status only after the first
-//! connection to the control socket, so there is none if the loop is stuck by then.
+//! A basic job status, which the server returns until the agent's loop publishes the full one. The loop publishes a
+//! status only after the first connection to the control socket. If the loop is already stuck by then, only the basic
+//! status is available.
 
 use serde_json::{Value, json};
 
 use crate::processes::state_of;
 
-/// Facts about a job that its agent has at hand when an attempt starts.
+/// Facts about a job that its agent already knows when it starts the workers.
 #[derive(Debug)]
 pub struct Outline {
     pub job: JobOutline,
@@ -24,7 +25,7 @@ pub struct JobOutline {
     pub event_log: Option<String>,
 }
 
-/// An attempt whose workers have been started.
+/// An attempt to run the job. Its workers have been started.
 #[derive(Debug)]
 pub struct AttemptOutline {
     pub name: String,
@@ -32,17 +33,17 @@ pub struct AttemptOutline {
     pub restarts: u32,
     /// Group rank of this node, number of nodes, and number of workers on all nodes.
     pub placed: (u32, u32, u32),
-    /// Folder of the log files. `None` if the workers' output goes to no file.
+    /// Folder of the log files. `None` if the workers' output is not written to files.
     pub log_folder: Option<String>,
-    /// Global rank, local rank and pid of each worker on this node. A worker may have no rank.
+    /// Global rank, local rank and pid of each worker on this node. The global rank may be `None`.
     pub workers: Vec<(Option<u32>, u32, i32)>,
-    /// Boot clock: when the workers were running, in nanoseconds.
+    /// Time at which all workers were running, in nanoseconds of the boot clock.
     pub at: u64,
 }
 
 impl Outline {
-    /// Returns the status with the same fields as one that the agent publishes, without the fields that the server adds.
-    /// Reads the states of the workers from `/proc`. Facts that only the agent's loop has are `null`.
+    /// Returns the job's status. It has the same fields as a status from the agent's loop, except those that the server
+    /// adds itself. Reads the states of the workers from `/proc`. Facts that only the loop knows are `null`.
     pub(crate) fn status(&self) -> Value {
         let JobOutline { run_id, role, name, nproc, max_restarts, event_log } = &self.job;
         let attempt = self.attempt.as_ref();

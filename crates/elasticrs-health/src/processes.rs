@@ -41,15 +41,16 @@ pub fn usage(pid: i32) -> Option<Usage> {
     usage_in(&Stat::of(pid)?, of_system(SysconfVar::PAGE_SIZE, 4096), of_system(SysconfVar::CLK_TCK, 100))
 }
 
-/// Returns the kernel's letter for the state of a process that ran at `at`, a time of the boot clock in nanoseconds.
-/// `None` if that process does not exist any more. If `/proc` cannot tell, returns the letter of a running process.
+/// Returns the kernel's letter for the state of the process that had this pid at the time `at`, in nanoseconds of the
+/// boot clock. `None` if that process no longer exists. Returns `R` (running) if `/proc` belongs to another PID
+/// namespace.
 pub(crate) fn state_of(pid: i32, at: u64) -> Option<char> {
     if !is_own() {
         return Some('R');
     }
     let stat = Stat::of(pid)?;
     let ticks: u64 = of_system(SysconfVar::CLK_TCK, 100);
-    // A process that started later has got the pid of the other one.
+    // A process that started after `at` is a different one, which has reused the pid.
     let has_run = stat.field::<u64>(START_TIME)?.saturating_mul(1_000_000_000 / ticks.max(1)) <= at;
     has_run.then(|| stat.field(3)).flatten()
 }

@@ -58,7 +58,7 @@ struct Published {
     /// `None` if the agent has not published a status yet.
     status: Option<Value>,
     workers: Vec<Worker>,
-    /// Facts from which the server makes the status as long as the agent has published none.
+    /// Basic facts from which the server builds a job status until the agent publishes one.
     outline: Option<Arc<Outline>>,
 }
 
@@ -126,7 +126,7 @@ impl ServerThread {
         Ok(matches!(*state, ThreadState::Running(_)))
     }
 
-    /// Stops the thread from starting, or returns it if it is running.
+    /// Returns the thread if it is running. Otherwise, prevents the thread from starting later.
     fn close(&self) -> Option<Runtime> {
         match std::mem::replace(&mut *lock(&self.0), ThreadState::Closed) {
             ThreadState::Running(runtime) => Some(runtime),
@@ -182,8 +182,8 @@ impl Handle {
     /// Opens the control socket in `folder`, over which programs of this user and of root can also send orders to the
     /// agent. The agent gets them from [`Self::take_orders`]. Creates the folder if it is missing.
     ///
-    /// Until the first connection, only the thread of `supervisor` waits for clients. So a job that nobody asks has no
-    /// thread for this, and the first client gets an answer even if the agent's loop is stuck.
+    /// Until the first connection, only the thread of `supervisor` waits for clients. Therefore, a job without requests
+    /// needs no additional thread, and the first client gets an answer even if the agent's loop is stuck.
     pub fn open_control(&self, folder: &Path, supervisor: &impl Spawn) -> io::Result<()> {
         let (socket, listener) = ControlSocket::open(folder)?;
         *lock(&self.control) = Some(socket);
@@ -192,12 +192,12 @@ impl Handle {
         Ok(())
     }
 
-    /// Removes the control socket, so that no more clients find it. Open connections stay open. Idempotent.
+    /// Removes the control socket, so that new clients no longer find it. Open connections stay open. Idempotent.
     pub fn close_control(&self) {
         drop(lock(&self.control).take());
     }
 
-    /// Sets the facts from which the server makes the status as long as the agent has published none.
+    /// Sets the basic facts from which the server builds a job status until the agent publishes one.
     pub fn outline(&self, outline: Outline) {
         lock(&self.shared.published).outline = Some(Arc::new(outline));
     }
@@ -303,9 +303,9 @@ impl Handle {
         counts(&mut lock(&self.shared.registry), Instant::now())
     }
 
-    /// Stops the server and its threads, and removes the control socket, see HEALTH-5. If browsers listen to the events of the page, first sends them
-    /// the last text, and waits 20 ms. Idempotent. In a forked child, does nothing, because the threads exist only in
-    /// the parent.
+    /// Stops the server and its threads, and removes the control socket (rule HEALTH-5). If browsers are connected to
+    /// the event stream of the status page, first sends them the last text, and waits 20 ms. Idempotent. Does nothing
+    /// in a forked child, because the threads exist only in the parent.
     pub fn close(&self) {
         if std::process::id() != self.owner {
             return;
@@ -387,8 +387,8 @@ async fn run(listener: std::net::TcpListener, shared: Arc<Shared>, notices: Noti
     }
 }
 
-/// Waits for the first connection to the control socket, and then lets the server's thread serve the socket. Runs on
-/// the thread of the supervisor, and does not block it.
+/// Waits for the first connection to the control socket, and then hands the socket to the server's thread. Runs on the
+/// supervisor's thread without blocking it.
 async fn wait_for_client(listener: UnixListener, thread: Arc<ServerThread>, shared: Arc<Shared>) {
     // This fails only if the process has no file descriptor left. Then programs that connect get no answer.
     let Ok(listener) = tokio::net::UnixListener::from_std(listener) else { return };
@@ -396,17 +396,17 @@ async fn wait_for_client(listener: UnixListener, thread: Arc<ServerThread>, shar
         match listener.accept().await.map(|(stream, _)| (stream, thread.start())) {
             Ok((_, Ok(false))) => return,
             Ok((stream, Ok(true))) => break stream,
-            // There is no memory or file descriptor for the connection or for the thread. Later, there may be.
+            // The process lacks memory or file descriptors for the connection or for the thread. Retry later.
             Ok((_, Err(_))) | Err(_) => sleep(PAUSE).await,
         }
     };
-    // Take the sockets from this thread's poll set, so that the server's thread can add them to its own.
+    // Remove the sockets from this thread's poll set, so that the server's thread can add them to its own.
     if let (Ok(listener), Ok(first)) = (listener.into_std(), first.into_std()) {
         thread.spawn(Box::new(move || Box::pin(run_control(listener, first, shared))));
     }
 }
 
-/// Serves the control socket. `first` is its first client.
+/// Serves the clients of the control socket. `first` is the connection of the first client.
 async fn run_control(listener: UnixListener, first: UnixStream, shared: Arc<Shared>) {
     let Ok(listener) = tokio::net::UnixListener::from_std(listener) else { return };
     let mut clients = Clients::new(MAX_CONTROLLERS);

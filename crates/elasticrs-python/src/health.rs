@@ -180,15 +180,16 @@ impl HealthServer {
     }
 }
 
-/// Run id, role, name, number of workers on this node, maximum number of restarts, and path of the event log.
+/// Facts about a job: run id, role, name, number of workers on this node, maximum number of restarts, and path of the
+/// event log.
 type JobFields = (OsString, OsString, OsString, u32, u32, Option<OsString>);
 
-/// Name, round, number of restarts, the [place of this node](AttemptOutline::placed), folder of the log files, and the
-/// [workers](AttemptOutline::workers).
+/// Facts about an attempt: name, round, number of restarts, [place of this node](AttemptOutline::placed), folder of the
+/// log files, and [workers](AttemptOutline::workers).
 type AttemptFields = (String, u64, u32, (u32, u32, u32), Option<OsString>, Vec<(Option<u32>, u32, i32)>);
 
 fn outline((run_id, role, name, nproc, max_restarts, event_log): JobFields, attempt: Option<AttemptFields>) -> Outline {
-    // JSON cannot have bytes that are not valid UTF-8, which a path may contain.
+    // Replace invalid UTF-8, which a path may contain, because JSON cannot represent it.
     let text = |text: OsString| text.to_string_lossy().into_owned();
     let (run_id, role, name, event_log) = (text(run_id), text(role), text(name), event_log.map(text));
     let attempt = attempt.map(|(name, round, restarts, placed, log_folder, workers)| AttemptOutline {
@@ -203,7 +204,7 @@ fn outline((run_id, role, name, nproc, max_restarts, event_log): JobFields, atte
     Outline { job: JobOutline { run_id, role, name, nproc, max_restarts, event_log }, attempt }
 }
 
-/// Converts an error from opening the control socket. Python shows its text to the user.
+/// Converts an error from opening the control socket to a Python exception. Its text is shown to the user.
 fn control_error(error: &io::Error) -> PyErr {
     match error.raw_os_error() {
         Some(errno) => PyOSError::new_err((errno, Errno::from_raw(errno).desc())),

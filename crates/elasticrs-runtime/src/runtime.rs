@@ -45,8 +45,8 @@ pub fn start<F: Future<Output = ()>>(
     })
 }
 
-/// A runtime whose drop does not wait for blocking calls, because they may hang in the kernel. It can also be dropped
-/// on a thread that runs futures, which happens if that thread cannot start another one.
+/// A tokio runtime whose drop does not wait for blocking calls, because these may hang in the kernel. It can also be
+/// dropped inside an async task. This happens if the task fails to start the runtime's thread.
 struct Unawaited(Option<tokio::runtime::Runtime>);
 
 impl Drop for Unawaited {

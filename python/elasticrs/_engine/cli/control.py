@@ -49,7 +49,7 @@ _LOOK = 0.2
 def run(args: Sequence[str]) -> int:
     """Carry out a command line of ``elasticctl``, and return the exit code."""
     if len(args) > 1 and args[0] in ("-h", "--help"):
-        # `--help COMMAND` is the same as `COMMAND --help`, which also refuses a command that does not exist.
+        # Treat `--help COMMAND` as `COMMAND --help`, which also rejects an unknown command.
         args = [*args[1:], "--help"]
     options = _parser().parse_args(args)
     try:

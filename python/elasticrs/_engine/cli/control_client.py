@@ -94,8 +94,8 @@ class Agent(NamedTuple):
         return {**status, "others": answer.get("others") or []}
 
     def stacks(self, status: dict[str, Any]) -> dict[str, Any]:
-        """Return where the ranks are. The agent asks them, or this process if the agent's loop is stuck.
-        Raises :class:`Problem`.
+        """Return the call stacks of the ranks, from the agent or, if the agent's loop is stuck, from the
+        workers of this node. Raises :class:`Problem`.
         """
         if why_stuck(status):
             return _asked_directly(status)
@@ -280,12 +280,12 @@ def why_silent(pid: int) -> str:
 
 
 def what_to_do(pid: int) -> str:
-    """Return the commands with which a user can look at an agent that hangs, and end its job."""
+    """Return the commands with which the user can inspect a hung agent and kill its job."""
     return f"py-spy dump --pid {pid} shows where it is, and kill -9 {pid} ends the job"
 
 
 def _asked_directly(status: dict[str, Any]) -> dict[str, Any]:
-    """Ask the workers of this node where they are, as their agent would do. Raises :class:`Problem`."""
+    """Get the call stacks of this node's workers without their agent. Raises :class:`Problem`."""
     from elasticrs._engine.supervise.attempts.attempt import Attempt
     from elasticrs._engine.supervise.failures.hang_diagnosis import told_stacks, where_running
     from elasticrs._engine.workers.event_log import Adopted

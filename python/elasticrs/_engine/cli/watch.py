@@ -71,8 +71,8 @@ def _whole_terminal(fd: int) -> Iterator[None]:
 
 
 class _Panel:
-    """Lines below the table of ranks. A thread takes them from ``source`` as long as the panel is shown, and
-    calls ``is_new`` after each change.
+    """Lines shown below the table of ranks. While the panel is shown, a thread takes the lines from
+    ``source``, and calls ``is_new`` after each change.
     """
 
     def __init__(self, source: Iterator[list[str]], is_new: Callable[[], object]) -> None:
@@ -85,7 +85,7 @@ class _Panel:
         for lines in self._source:
             self.lines = lines
             self._is_new()
-            # Spend at most half of the time on questions to the agent, which may take long in a large job.
+            # Spend at most half of the time on requests to the agent. They may be slow in a large job.
             if self._is_closed.wait(max(_PERIOD, time.monotonic() - begun)):
                 return
             begun = time.monotonic()
@@ -95,7 +95,7 @@ class _Panel:
 
 
 def _again(read: Callable[[], list[str]]) -> Iterator[list[str]]:
-    """Call ``read`` again and again, and yield what it returns, or why it failed."""
+    """Call ``read`` repeatedly. Yield each result, or the message of the error."""
     while True:
         try:
             yield read()
@@ -165,7 +165,7 @@ class Watch:
             self._below = _HELP if key in ("h", "?") else []
 
     def _type(self, node: str, key: str) -> None:
-        """Add a key to the name of the node that is to leave the job, or end the question for this name."""
+        """Handle a key at the prompt for the node that is to leave the job. Enter confirms the name."""
         if key in ("\r", "\n", "\x1b", "\x04", ""):
             self._node = None
             if key in ("\r", "\n") and node:

@@ -132,9 +132,9 @@ def _others(
     ranks: Sequence[int], order: Sequence[int], failures: Mapping[int, ProcessFailure], root: int | None
 ) -> list[str]:
     """Describe the failures of ``ranks``. Failures whose texts differ only in numbers, such as ports, share a
-    line. ``ranks`` and ``order`` are sorted by time of failure. ``order`` contains all failed ranks, also
-    that of the root cause, and a rank's index in it is the number of its failure in the report. ``root`` is
-    ``None`` if the root cause is outside of the workers.
+    line. ``ranks`` and ``order`` are sorted by time of failure. ``order`` contains all failed ranks,
+    including that of the root cause. A rank's index in ``order`` is the number of its failure in the report.
+    ``root`` is ``None`` if the root cause is outside of the workers.
     """
     groups: dict[object, list[int]] = {}
     for rank in ranks:

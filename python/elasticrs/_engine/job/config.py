@@ -274,7 +274,7 @@ class JobSpec(Record, WorkerSettings):
 
     @property
     def event_log(self) -> str | None:
-        """Absolute path of the file of the job's events; ``None`` if they go to no file."""
+        """Absolute path of the job's event log; ``None`` if events are not written to a file."""
         kind, _, path = self.event_log_handler.partition(":")
         return os.path.abspath(path) if kind == "file" else None
 

@@ -458,8 +458,8 @@ def _read(argument: str, arguments: Iterator[str]) -> dict[str, object]:
 
 
 def _help(word: str, *, is_exact: bool) -> TextRequested:
-    """Return the exception for ``--help=WORD`` (``is_exact``) or ``--help WORD``. The word is a help topic.
-    Without ``=``, the word may also be the script, or another option.
+    """Return the exception that shows the help for ``--help=TOPIC`` (``is_exact``) or ``--help TOPIC``.
+    Without ``=``, the next word may also be the script or another option.
     """
     is_script = not word or word.startswith("-") or "." in word or os.path.exists(word)
     if word not in TOPICS and (is_exact or not is_script):

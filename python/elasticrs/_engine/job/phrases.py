@@ -1,4 +1,4 @@
-"""Messages from the agent to the user, in one line each, and summaries of tracebacks. All functions are pure.
+"""One-line messages from the agent to the user, and summaries of tracebacks. All functions are pure.
 
 :func:`summarize` reduces a traceback to the type of the exception and where it was raised. If the exception
 only reports another one, that one counts: a member of an exception group, or an exception of a data loader

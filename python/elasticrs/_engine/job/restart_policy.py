@@ -1,5 +1,5 @@
 """The restart policy: a pure function of the settings, the earlier failures and the reports of all nodes.
-:class:`Cause` is such a report: the description of a failure for other nodes, events and reports, too.
+Each report is a :class:`Cause`, which describes a failure.
 
 The agent of one node and the leader of several nodes both call :func:`decide`:
 

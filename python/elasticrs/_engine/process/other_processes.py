@@ -1,5 +1,5 @@
-"""Helpers for processes other than the workers: they run modules of this package, read ``/proc``, and tell
-where the sockets of agents are.
+"""Helpers for processes other than the workers: run modules of this package, read ``/proc``, and locate the
+control sockets of agents.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ sys.exit(main(*sys.argv[1:]))
 
 
 def control_folder(environ: Mapping[str, str]) -> str:
-    """Return the folder of the sockets over which ``elasticctl`` reaches this user's agents; empty if agents
-    open no socket. It does not depend on the login session, whose folder (``XDG_RUNTIME_DIR``) is deleted at
-    logout, while jobs continue.
+    """Return the folder of the sockets over which ``elasticctl`` connects to this user's agents; empty if
+    agents open no socket. Do not use ``XDG_RUNTIME_DIR``, because it is deleted at logout while jobs
+    continue.
     """
     return environ.get("ELASTICRS_CONTROL_DIR", f"{PLACE}/{PREFIX}{os.geteuid()}")
 

@@ -173,9 +173,9 @@ class Choice(Value):
     has_folder: bool = False
 
     def copies(self, places: Mapping[int, str]) -> list[tuple[str, int, int]]:
-        """Return where those copies are that together contain the whole state: the copies of all ranks, or of
-        one rank if all ranks have the same state. For each copy, return its file, slot and sequence number.
-        ``places`` has the file of each rank.
+        """Return the locations of the copies that together contain the whole training state: the copies of
+        all ranks, or of one rank if all ranks have the same state. A location is a file, slot and sequence
+        number. ``places`` maps ranks to files.
         """
         holders = [self.sources[rank] for rank in sorted(self.sources)]
         return [
@@ -184,8 +184,8 @@ class Choice(Value):
         ]
 
     def plan_of(self, rank: int, places: Mapping[int, str]) -> dict[str, Any]:
-        """Return the part of the agent's plan that says where the copy is that ``rank`` restores. ``places``
-        has the file of each rank.
+        """Return the location of the copy that ``rank`` restores, as a part of the agent's plan. ``places``
+        maps ranks to files.
         """
         holder, slot, sequence = self.sources.get(rank) or self.sources[min(self.sources)]
         return {"file": places[holder], "slot": slot, "rank": holder, "sequence": sequence}
@@ -254,7 +254,9 @@ class Choice(Value):
         return f" ({self.why})" if self.why else ""
 
     def described(self, folder: str = "") -> str:
-        """Describe the chosen step for the user. ``folder``: the folder to name in which it is saved."""
+        """Describe the chosen step for the user. If ``folder`` is not empty, say that the step is saved
+        there.
+        """
         when = {Why.AT_DEATH: " at the failure", Why.AT_STOP: " at the stop"}.get(self.why_copied, "")
         saved = f" and saved in {folder}" if folder else ""
         text = f"step {self.step}, copied{when} by {len(self.kept_by)} of {self.ranks} ranks{saved}"
@@ -373,9 +375,7 @@ def is_replicated(holdings: Mapping[int, Holding], was_replicated: bool) -> bool
 def _sources(
     found: Mapping[int, Holding], world: int, step: int, *, is_replicated: bool
 ) -> tuple[dict[int, tuple[int, int, int]] | None, str]:
-    """Return :attr:`Choice.sources` of this step. If a rank has no copy to restore, return ``None`` and the
-    reason.
-    """
+    """Return :attr:`Choice.sources` for this step; ``None`` and the reason if it cannot be restored."""
     kept = {rank: slot for rank in found if (slot := found[rank].slot_of(step)) is not None}
     if is_replicated and len({slot.layout for slot in kept.values()}) > 1:
         return None, f"the copies of step {step} have different tensors"

@@ -1,5 +1,5 @@
-"""Worker's access to the file in memory into which it copies its training state, as :mod:`.layout` says; and
-its lines about that for the user.
+"""Access to the in-memory file into which a worker copies its training state, in the format of
+:mod:`.layout`. Also prints messages about these copies for the user.
 """
 
 from __future__ import annotations
@@ -157,8 +157,8 @@ class KeepFile:
             sleep(_PAUSE)
 
     def plan(self) -> dict[str, Any]:
-        """Return the plan, in which the agent tells this rank what to restore in this attempt. From now on,
-        lines for the user have the form that the plan says.
+        """Return the agent's plan, which says what this rank is to restore in this attempt. After this call,
+        messages to the user have the format that the plan specifies.
 
         Raises:
             ForeignError: another launcher has started this process. This happens if a worker of the agent is

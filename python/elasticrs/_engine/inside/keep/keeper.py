@@ -193,7 +193,7 @@ def _notice_backward(before: Callable[[], None], after: Callable[[], None]) -> C
 
 
 def _text_of_kept(plan: Mapping[str, Any]) -> str:
-    """Return what the agent has kept for this attempt, as the subject of a sentence; empty without any."""
+    """Return a noun phrase for the state that was kept for this attempt; empty if no state was kept."""
     if plan["step"] is not None:
         return f"the kept step {plan['step']}"
     holdings = [each["holding"] for each in plan.get("holdings", ()) if each is not None]
@@ -292,8 +292,8 @@ class Keeper:
                 sys.excepthook = self._previous
 
     def _join_peers(self) -> None:
-        """Prepare to compare this rank's periodic copies of its state with those of ranks of other nodes. Do
-        so even if this rank makes no copies, because the other ranks must learn that.
+        """Prepare to compare this rank's periodic copies of its state with those of ranks on other nodes. Do
+        this even if this rank makes no copies, so that it can tell the other ranks.
         """
         if self._peers is None and nodes.is_job_of_several_nodes():
             try:
@@ -308,7 +308,7 @@ class Keeper:
             self._tell_if_off()
 
     def _new_peers(self) -> Peers | None:
-        """Return what compares the periodic copies of the ranks; ``None`` if they need not be compared.
+        """Return an object that compares the periodic copies of all ranks; ``None`` if that is not needed.
 
         Raises:
             OffError: the nodes have no key-value store in which they could compare copies.
@@ -321,7 +321,7 @@ class Keeper:
 
         agreement = None if _trainings else _agreement
         if agreement is None or agreement.store is None:
-            # This training restores nothing. It needs keys that no earlier training of the process has used.
+            # Create a store with keys that no earlier training of this process has used.
             store = nodes.Store(name=f"/{_trainings}")
             agreement = nodes.Agreement({**self._plan, "step": None}, store)
         _trainings += 1
@@ -413,7 +413,7 @@ class Keeper:
         is_exact = plan["exact"] and small is not None and not stale
         tier: Literal["memory", "peer", "disk"] = "disk" if folder else "memory"
         if plan.get("partner") is not None:
-            # The node of a partner had a copy of this rank's state, because the rank's own node was lost.
+            # This rank's own node was lost, so the copy of its state came from a partner node.
             tier = "peer"
         return step, tier, is_exact, chosen.behind, bool(kept.why_copied), large["rank"]
 

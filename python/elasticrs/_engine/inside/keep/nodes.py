@@ -118,7 +118,7 @@ def agree(plan: Mapping[str, Any], file: KeepFile, other: int | None) -> Agreeme
 
 
 def tell_off(reason: str) -> None:
-    """Tell the other nodes that this rank neither restores nor copies a state, so that they do not wait."""
+    """Tell the other nodes that this rank neither restores nor copies its state, so that they do not wait."""
     try:
         own, store = (int(os.environ["GROUP_RANK"]), int(os.environ["LOCAL_RANK"])), Store()
         leave(store, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), reason)
@@ -128,7 +128,7 @@ def tell_off(reason: str) -> None:
 
 
 def leave(store: Store, rank: int, world: int, reason: str, *, has_published: bool = False) -> None:
-    """Tell the other ranks that ``rank`` compares no copies any more, so that they do not wait for it.
+    """Tell the other ranks that ``rank`` no longer compares copies, so that they do not wait for it.
 
     Args:
         store: the store through which the ranks compare their copies.
@@ -140,7 +140,8 @@ def leave(store: Store, rank: int, world: int, reason: str, *, has_published: bo
     store.set(f"copied/{rank}", [_FINAL, reason])
     if not has_published:
         store.add("published", 1)
-    # Do not let rank 0 wait for a download of this rank. Let the present generation count as failed.
+    # Mark the current generation of copies as failed, and this rank's download as finished, so that rank 0
+    # does not wait for this rank.
     store.add("failed", 1)
     store.add("taken", world)
     if rank == 0:
@@ -158,8 +159,8 @@ _OF_NODE = ("holdings", "partners", "has_peers", "barred_from", "refused", "rank
 
 
 class Store:
-    """The store through which the process groups of this attempt connect. Values are stored as JSON.
-    The user is told about a long wait. Stores with different names have separate keys.
+    """The key-value store that the process groups of this attempt also use to connect. Values are stored as
+    JSON. A long wait is reported to the user. Stores with different names have separate keys.
 
     Raises:
         OffError: a worker hosts the store, but the program has not connected its process groups yet.

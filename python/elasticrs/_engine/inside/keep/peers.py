@@ -118,7 +118,7 @@ def _are_ranks(value: object) -> bool:
 
 
 def _are_reasons(value: object) -> bool:
-    """Return true if a value of the store is a dictionary with reasons (texts) by rank."""
+    """Return true if a value from the store is a dictionary that maps ranks to reasons (texts)."""
     return isinstance(value, dict) and all(
         each.isdecimal() and isinstance(reason, str) for each, reason in value.items()
     )
@@ -210,12 +210,12 @@ class Peers:
             self._has_ended.set()
 
     def _fail(self, error: Exception) -> None:
-        """Tell the other ranks and the user that this rank cannot compare its copies any more."""
+        """Tell the other ranks and the user that this rank can no longer compare its copies."""
         self._generations.end_comparing()
         reason = f"it cannot compare its copies with those of the other ranks: {error!r}"[:_MOST_TEXT]
         try:
             leave(self._store, self._rank, self._world, reason, has_published=self._has_published)
-        # The store may be lost. Then the other ranks tell the user that they wait.
+        # The store may be lost. In this case, the other ranks tell the user that they are waiting.
         except Exception as another:
             reason += f" (the other nodes cannot be told: {another!r})"[:_MOST_TEXT]
         # The store may be lost with its node. Then the agent stops this process, and no line is needed.
@@ -248,7 +248,7 @@ class Peers:
         return announced is not None
 
     def _tell_off(self, off: dict[str, str], *, is_last: bool) -> None:
-        """Tell the user, once, which ranks make no copies any more, why, and what follows from that."""
+        """Tell the user once which ranks make no more copies, the reason, and the consequences."""
         if off and off.keys() != self._told_off.keys():
             ranks, verb = phrases.ranks_text(sorted(map(int, off)), 4), "makes" if len(off) == 1 else "make"
             follows = "the other ranks go on, but can be restored only if all ranks have the same state"
@@ -278,7 +278,7 @@ class Peers:
                 if self._store.add("published", 0) < self._world:
                     continue
                 found = self._store.get_all([f"copied/{rank}" for rank in range(self._world)])
-                # A rank that makes no copies any more may not come as far as this generation.
+                # A rank that makes no more copies may never reach this generation.
                 if all(each[0] == number or isinstance(each[1], str) for each in found):
                     break
             self._off = {f"{rank}": copy for rank, (_, copy) in enumerate(found) if isinstance(copy, str)}
@@ -325,14 +325,14 @@ class Peers:
         return the value.
         """
         for _ in self._looks(waits_for):
-            # Rank 0 does not wait for a rank that makes no copies any more, or has ended all generations.
+            # Accept a later generation, because rank 0 does not wait for a rank that makes no more copies.
             if self._store.has(key) and (found := self._store.get(key))[0] >= number:
                 return found[1]
         raise AssertionError
 
     def _looks(self, waits_for: str | None = None) -> Iterator[None]:
-        """Yield when the caller should look into the store: now, and after pauses that get longer. After
-        :data:`_LATE` seconds in which this rank has trained, tell the user what it ``waits_for``.
+        """Yield each time the caller should poll the store: immediately, and then after increasing pauses.
+        After :data:`_LATE` seconds of training, tell the user what this rank ``waits_for``.
         """
         delay, late_at = _FIRST_DELAY, None
         while True:

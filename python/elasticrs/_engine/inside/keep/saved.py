@@ -223,8 +223,8 @@ def claim(parent: str, job: str) -> int:
 
 
 def release(parent: str, job: str, descriptor: int, *, has_succeeded: bool) -> None:
-    """Delete the mark that :func:`claim` has made, unless another agent of the job still uses the folder. If
-    the job ``has_succeeded``, note that in the newest saved state, which is older than the job's end.
+    """Delete the file with which :func:`claim` has marked the folder as in use, unless another agent of the
+    job still uses the folder. If the job ``has_succeeded``, record this in the newest saved state.
     """
     try:
         for part in _parts(parent, max(_numbers(parent), default=0)) if has_succeeded else ():
@@ -232,7 +232,7 @@ def release(parent: str, job: str, descriptor: int, *, has_succeeded: bool) -> N
         if _lock(descriptor, LOCK_EX):
             os.unlink(_mark_of(parent, job))
     except OSError:
-        return  # If the mark stays, it is unlocked, so the next job in this folder deletes it.
+        return  # The next job in this folder deletes the mark, because it is unlocked.
     finally:
         os.close(descriptor)
 

@@ -230,7 +230,7 @@ class Collector:
     def _refresh(self) -> bool:
         """Look up the tensors of modules and optimizers. Return true if they are still the same objects."""
         self._age += 1
-        # A model may have thousands of tensors. So neither run Python code for each, nor make a list of them.
+        # Run no Python code for each tensor, and make no list of them, because a model may have thousands.
         if self._watch and self._age % _RECHECKED and all(map(is_, self._watched(), self._seen)):
             return True
         self._watch, self._volatile, self._skeletons = [], {}, {}
@@ -244,7 +244,7 @@ class Collector:
         return False
 
     def _watched(self) -> Iterator[Any]:
-        """Return the present tensors of modules and optimizers. Mark the end by the function :func:`is_`."""
+        """Iterate over the current tensors of modules and optimizers, and then the end marker :func:`is_`."""
         return chain(*(watched() for watched in self._watch), (is_,))
 
     def _take_module(self, name: str, module: torch.nn.Module) -> bool:

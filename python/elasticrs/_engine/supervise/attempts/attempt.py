@@ -348,8 +348,8 @@ class JobResult(Record):
 
     @property
     def how_stopped(self) -> str | None:
-        """Text that names the command of ``elasticctl`` or the signal that stopped the job on this node;
-        ``None`` if neither did.
+        """Text with the ``elasticctl`` command or the signal that stopped the job on this node; ``None`` if
+        the job was not stopped in this way.
         """
         if self.signum is None:
             return None

@@ -74,7 +74,7 @@ class Phase(Enum):
 
     @property
     def has_workers(self) -> bool:
-        """True if the workers were started, and some may still run."""
+        """True if workers have been started and some of them may still be running."""
         return self in (Phase.RUNNING, Phase.STOPPING)
 
 
@@ -244,9 +244,9 @@ class GroupEnded(Event):
 
 
 class SignalReceived(Event):
-    """The agent received a request to stop. ``ends_job``: on all nodes; ``None``: as configured. ``now``: the
-    workers are killed at once, as after a second request. ``order``: the command of ``elasticctl`` that asked
-    for it, for messages; empty if a signal did.
+    """The agent received a request to stop the job. ``ends_job``: stop on all nodes; ``None``: as configured.
+    ``now``: kill the workers immediately, as after a second request. ``order``: the ``elasticctl`` command
+    that made the request; empty if the request was a signal.
     """
 
     signum: int

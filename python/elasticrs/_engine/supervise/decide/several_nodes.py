@@ -234,7 +234,7 @@ class SeveralNodes(Decisions):
         return told + self._kill(is_announced=True) if event.now and not self.phase.is_terminal else told
 
     def _kill(self, *, is_announced: bool = False) -> list[machine.Action]:
-        """Kill the workers of this node. Do not wait for other nodes or for the store any longer."""
+        """Kill the workers of this node. Stop waiting for other nodes and for the store."""
         kill: list[machine.Action] = [machine.Stop(machine.SIGKILL, 0.0, is_announced=is_announced)]
         return (kill if self._group_exists else []) + self._translate(self._require_driver().hasten())
 

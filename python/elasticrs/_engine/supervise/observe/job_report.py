@@ -245,9 +245,9 @@ def _named(names: Sequence[str]) -> str:
 
 
 def all_failures(result: JobResult) -> dict[int, ProcessFailure]:
-    """Return failures by rank: those on this node in the last attempt, and the first failure of the job.
-    Causes of earlier attempts are added to the notes of the root cause. If an error outside of the workers
-    has ended the job, it also explains a root cause that only reports a lost worker.
+    """Return failures by rank: the failures on this node in the last attempt, and the first failure of the
+    job. Add the causes of earlier failures to the notes of the root cause. If the root cause only reports a
+    lost worker, and an error outside of the workers has ended the job, add that error as the explanation.
     """
     failed = _last_failures(result)
     if failed:
@@ -331,7 +331,7 @@ def print_report(
 
 
 def conclusion(job: JobSpec, result: JobResult, known: str | None) -> str:
-    """Return the line with the verdict. ``known`` is the reason for it, if it is not the usual one."""
+    """Return the verdict line of the report. ``known`` replaces the usual reason, unless it is ``None``."""
     policy = job.restart_settings
     used = phrases.restarts_used(result.restarts, policy.max_restarts, policy.window)
     word, reason, next_ = {
@@ -353,8 +353,8 @@ def conclusion(job: JobSpec, result: JobResult, known: str | None) -> str:
 
 
 def hand_on(error: ChildFailedError, headline: str) -> bool:
-    """Write the launcher's own error file. It is a copy of the error file of the worker that failed first or,
-    if that file is not on this node or that failure is not the root cause, one line about the root cause.
+    """Write the launcher's own error file. Copy the error file of the worker that failed first, if it is on
+    this node and that failure is the root cause. Otherwise, write one line about the root cause.
     """
     rank, first = error.get_first_failure()
     handler = public("multiprocessing.errors.get_error_handler")()

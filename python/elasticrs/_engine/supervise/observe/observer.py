@@ -48,8 +48,8 @@ class Observer:
         return False
 
     def control_server(self, take: TakeOrders) -> _core.HealthServer | None:  # noqa: ARG002 -- for subclasses
-        """Return the server that answers ``elasticctl``, or ``None`` if this observer has no server. It calls
-        ``take`` with the server when orders have arrived.
+        """Return the server that answers ``elasticctl``, or ``None`` if this observer has no server. When
+        requests have arrived, the observer passes the server to ``take``.
         """
         return None
 
@@ -126,7 +126,7 @@ class Observers(Observer):
         self._broken: set[int] = set()
 
     def add_first(self, observer: Observer) -> None:
-        """Add an observer, before the others, because one of those may hang."""
+        """Put an observer before the others, because one of the others may hang."""
         self._observers = (observer, *self._observers)
 
     def fd_ready(self, fd: int) -> bool:
@@ -158,8 +158,8 @@ for _name in vars(Observer).keys() - vars(Observers).keys():
 
 
 class Outliner(Observer):
-    """Observer that tells a server the main facts about the job, in case that the agent's loop is stuck when
-    ``elasticctl`` asks for the first time. Otherwise, the loop publishes the whole status then.
+    """Observer that gives a server the main facts about the job, so that the server can answer the first
+    request of ``elasticctl`` even if the agent's loop is stuck.
     """
 
     def __init__(self, job: JobSpec, server: _core.HealthServer) -> None:

@@ -255,8 +255,8 @@ class AgreedSteps:
         self.is_asking = False
 
     def stop(self, action: machine.Stop, tell: Tell | None) -> None:
-        """Stop the workers. If nothing has failed, first let all ranks come to the end of the same step. Call
-        ``tell`` when the workers get the signal.
+        """Stop the workers with a signal. If nothing has failed, first let all ranks finish the same training
+        step. Call ``tell`` when the signal is sent.
         """
         if not action.is_planned or not self._can_agree():
             self.end("another request to stop came")
@@ -273,8 +273,8 @@ class AgreedSteps:
         self.begin(action.signum, hold, send, tell, self._exchange("stop"))
 
     def pass_on(self, signum: int, tell: Tell | None) -> None:
-        """Send a signal to the workers, without stopping the job: to all ranks at the start of the same
-        training step, if they can agree on one. Do nothing if this signal is already being held back.
+        """Send a signal to the workers without stopping the job. If all ranks can agree on a training step,
+        send the signal at the start of that step. Do nothing if this signal is already waiting for a step.
         """
 
         def send(_waited: float) -> Sequence[int]:

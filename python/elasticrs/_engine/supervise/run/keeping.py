@@ -92,7 +92,7 @@ class Keeping:
         self._world = plan.ranks[0].world_size
         if holdings and not self._may_have_several_nodes:
             self._choose(holdings, self._world)
-        # The files are in the order of local ranks, and so are the holdings.
+        # Both `holdings` and `files.places` are in the order of local ranks.
         choice, places = self._choice, dict(zip(holdings, files.places, strict=False))
         saved = self._saved() if choice is None or choice.step is None else None
         if saved is not None and not self._may_have_several_nodes:
@@ -367,8 +367,8 @@ class Keeping:
 
 
 def _readable(choice: Choice, places: Mapping[int, str], saved: Saved | None) -> PlanValue:
-    """Return what ``Keep.reader`` needs: the chosen step, and where the copies are that together have the
-    whole state. Return ``None`` if no step can be restored. ``places`` has the file of each rank.
+    """Return the data for ``Keep.reader``: the chosen step, and the locations of the copies that together
+    contain the whole state. Return ``None`` if no step can be restored. ``places`` maps ranks to files.
     """
     if saved is not None:
         choice, places = saved.saved, saved.places

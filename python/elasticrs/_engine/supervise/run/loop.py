@@ -316,8 +316,8 @@ class Agent:
             checkpoints.close()
 
     def _open_control(self) -> None:
-        """Open the Unix socket of this agent for ``elasticctl``, unless another program runs the agent. The
-        health check server serves it, if there is one. Otherwise, a server serves it that has no port.
+        """Open this agent's Unix socket for ``elasticctl``, unless another program runs the agent. The health
+        check server serves the socket, if there is one. Otherwise, start a server without a TCP port.
         """
         folder = control_folder(os.environ)
         if not self._owns_process or not folder:
@@ -339,7 +339,7 @@ class Agent:
         self._make_orders().take(server)
 
     def _answer_first(self, native: _core.HealthServer) -> None:
-        """Publish the job's status from now on, because ``elasticctl`` has asked for the first time."""
+        """Start publishing the job's status, because the first request of ``elasticctl`` has arrived."""
         from elasticrs._engine.supervise.observe.health_check_server import HealthCheckServer
         from elasticrs._engine.supervise.observe.job_health import HealthObserver
 
@@ -436,8 +436,8 @@ class Agent:
             tell(Delivery(action.signum))
 
     def pass_on(self, signum: int, tell: Tell | None = None) -> None:
-        """Send a signal to the workers, without stopping the job; see :meth:`.AgreedSteps.pass_on`. ``tell``
-        is called once when the workers get the signal.
+        """Send a signal to the workers without stopping the job; see :meth:`.AgreedSteps.pass_on`. Call
+        ``tell`` once, when the signal is sent.
         """
         if self._agreed is not None:
             self._agreed.pass_on(signum, tell)
@@ -453,7 +453,7 @@ class Agent:
         return self._agreed is not None and self._agreed.is_held(signum)
 
     def _deliver_held(self) -> float:
-        """Send a signal that is held back, if it is time. Return the seconds until the next call."""
+        """Send a delayed signal to the workers if it is due. Return the seconds until the next call."""
         agreed = self._agreed
         return _NEVER if agreed is None or not agreed.is_asking else agreed.seconds_left()
 

@@ -229,7 +229,7 @@ class Orders:
         told = {"message": f"stopping {what}: {how}"}
         name = "stop --now" if is_now else "stop"
         event = machine.SignalReceived(signal.SIGTERM, ends_job=True, now=is_now, order=name)
-        # Workers that are replaced one by one agree on a step themselves, so the agent holds no signal back.
+        # Workers that are replaced one by one agree on a step themselves. Do not delay their signal.
         may_be_held = self._agent.checkpoints is None and self._decisions.phase is machine.Phase.RUNNING
         if not is_now and may_be_held:
             answer(told)

@@ -151,7 +151,7 @@ class AttemptTracker:
         self.observers.opened(supervisor, self.result)
 
     def control_server(self, limit: float, age: float) -> _core.HealthServer:
-        """Create a server without a port for ``elasticctl``. Until the first request, it has no thread.
+        """Create a server for ``elasticctl``, without a TCP port. Its thread starts at the first request.
 
         Args:
             limit: seconds after which a loop that does not respond counts as stuck.
