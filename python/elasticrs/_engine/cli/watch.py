@@ -165,7 +165,7 @@ class Watch:
             self._below = _HELP if key in ("h", "?") else []
 
     def _type(self, node: str, key: str) -> None:
-        """Handle a key at the prompt for the node that is to leave the job. Enter confirms the name."""
+        """Handle a key at the prompt for the name of the node to drain. Enter confirms the name."""
         if key in ("\r", "\n", "\x1b", "\x04", ""):
             self._node = None
             if key in ("\r", "\n") and node:

@@ -278,7 +278,7 @@ class Peers:
                 if self._store.add("published", 0) < self._world:
                     continue
                 found = self._store.get_all([f"copied/{rank}" for rank in range(self._world)])
-                # A rank that makes no more copies may never reach this generation.
+                # Do not wait for a rank that makes no more copies.
                 if all(each[0] == number or isinstance(each[1], str) for each in found):
                     break
             self._off = {f"{rank}": copy for rank, (_, copy) in enumerate(found) if isinstance(copy, str)}
@@ -325,7 +325,8 @@ class Peers:
         return the value.
         """
         for _ in self._looks(waits_for):
-            # Accept a later generation, because rank 0 does not wait for a rank that makes no more copies.
+            # Accept a later generation of copies, because rank 0 does not wait for a rank that makes no more
+            # copies.
             if self._store.has(key) and (found := self._store.get(key))[0] >= number:
                 return found[1]
         raise AssertionError

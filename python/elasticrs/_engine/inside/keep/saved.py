@@ -232,7 +232,7 @@ def release(parent: str, job: str, descriptor: int, *, has_succeeded: bool) -> N
         if _lock(descriptor, LOCK_EX):
             os.unlink(_mark_of(parent, job))
     except OSError:
-        return  # The next job in this folder deletes the mark, because it is unlocked.
+        return  # The next job in this folder deletes the file, because it is not locked.
     finally:
         os.close(descriptor)
 

@@ -180,7 +180,7 @@ def remarks(status: Mapping[str, Any]) -> list[str]:
 
 
 def why_stuck(status: Mapping[str, Any]) -> str | None:
-    """Return why the agent's loop counts as stuck, or ``None`` if it answers, or was asked only just now."""
+    """Return why the agent's loop counts as stuck; ``None`` if the loop answers or still has time to."""
     agent = status["agent"]
     if agent["reason"] and (not agent["alive"] or agent["age_seconds"] >= _LATE):
         return str(agent["reason"])

@@ -274,7 +274,7 @@ class AgreedSteps:
 
     def pass_on(self, signum: int, tell: Tell | None) -> None:
         """Send a signal to the workers without stopping the job. If all ranks can agree on a training step,
-        send the signal at the start of that step. Do nothing if this signal is already waiting for a step.
+        send the signal at the start of that step. Do nothing if the signal is already delayed.
         """
 
         def send(_waited: float) -> Sequence[int]:
