@@ -285,7 +285,12 @@ def test_echoed_signals_do_not_count_as_new_stop_requests(came, new):
 
 
 SIGNALLED_WHILE_FORKING = """
-import os, select, signal, threading
+import os, select, signal, sys, threading
+# Other threads run before the hook of the fork ends.
+def linger(frame, event, _):
+    if event == "return" and frame.f_code.co_name == "_after_in_parent":
+        select.select([], [], [], 0.1)
+sys.setprofile(linger)
 def send():
     os.kill(os.getpid(), signal.SIGTERM)
 # Of these hooks the last that was registered is called first: this one is called when signals are blocked.

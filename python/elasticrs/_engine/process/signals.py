@@ -15,7 +15,8 @@ handlers registers a function here that removes them, and each child calls this 
 - **FORK-1** Installations are undone in reverse order.
 - **FORK-2** The signals are blocked before the fork until the child has removed the parent's handlers.
 - **FORK-3** The parent loses no signal. The hook of :func:`os.fork` drops exceptions of handlers that run
-  inside it. So the parent takes the pending signals from the kernel, and sends them to itself afterwards.
+  inside it. So the parent takes the pending signals from the kernel. A thread sends them to the process again
+  when the main thread has left the hook.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ import _socket
 import _thread
 import os
 import signal
+import sys
+import time
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -72,9 +75,22 @@ def _after_in_parent() -> None:
             while (info := signal.sigtimedwait(ours, 0)) is not None:
                 taken.append(info.si_signo)
     finally:
+        if taken:
+            _thread.start_new_thread(_send_after_hook, (taken, _thread.get_ident()))
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        for signum in taken:
-            _thread.start_new_thread(os.kill, (os.getpid(), signum))
+
+
+def _send_after_hook(signums: list[int], main_thread: int) -> None:
+    while _is_in_hook(sys._current_frames().get(main_thread)):
+        time.sleep(0.001)
+    for signum in signums:
+        os.kill(os.getpid(), signum)
+
+
+def _is_in_hook(frame: FrameType | None) -> bool:
+    while frame is not None and frame.f_code is not _after_in_parent.__code__:
+        frame = frame.f_back
+    return frame is not None
 
 
 def _after_in_child() -> None:
