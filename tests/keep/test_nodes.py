@@ -83,7 +83,7 @@ def test_every_rank_finds_a_copy_of_the_chosen_step(found):
 
 def test_a_node_without_keep_lets_no_node_restore():
     choice = nodes.chosen([published(0), {"first_rank": 2, "off": "no memory"}], 4)
-    assert choice["step"] is None
+    assert (choice["step"], choice["no_peers"]) == (None, "")
     assert "no memory" in choice["why"]
 
 
@@ -131,6 +131,23 @@ class Store(dict):
     """The store of an attempt."""
 
     set = dict.__setitem__
+
+
+def test_a_rank_without_keep_tells_others_that_restore_and_others_that_do_not(monkeypatch):
+    stores = {}
+
+    class CountingStore(Store):
+        def add(self, key, number):
+            self[key] = self.get(key, 0) + number
+
+    monkeypatch.setattr(nodes, "Store", lambda name="": stores.setdefault(name, CountingStore()))
+    for name, value in {"RANK": 1, "WORLD_SIZE": 2, "GROUP_RANK": 1, "LOCAL_RANK": 0}.items():
+        monkeypatch.setenv(name, str(value))
+    nodes.tell_off("no memory", "/0")
+    assert {name: store["copied/1"][1] for name, store in stores.items()} == dict.fromkeys(
+        ("", "/0"), "no memory"
+    )
+    assert stores[""]["node/1"]["off"] == "no memory"
 
 
 def keep(file, step, data, index=b"index"):

@@ -47,14 +47,14 @@ _is_used = False
 _agreement: nodes.Agreement | None = None
 """The agreement of the job's nodes on the step to restore; ``None`` before it is made."""
 _trainings = 0
-"""Number of trainings in this process whose periodic copies were compared with those of other nodes."""
+"""Number of trainings of this process that have told the other nodes whether they compare copies."""
 _has_asked = False
 """True if the program has asked for a kept state, by :meth:`Keeper.restore` or :func:`peek`."""
 
 
 def begin(objects: Mapping[str, Any], values: dict[str, Any], every: int | None, mode: int) -> Keeper | None:
     """Return a new :class:`Keeper` of this process. If that fails, tell the user why, and return ``None``."""
-    global _active  # noqa: PLW0603 -- one for each process
+    global _active, _trainings  # noqa: PLW0603 -- one for each process
     try:
         if _active is not None and not _active.is_closed:
             raise ForeignError(
@@ -78,7 +78,8 @@ def begin(objects: Mapping[str, Any], values: dict[str, Any], every: int | None,
         say(f"Keep is off: the agent's memory cannot be used: {error!r}")
         return None
     if nodes.is_job_of_several_nodes():
-        nodes.tell_off(off)
+        nodes.tell_off(off, f"/{_trainings}")
+        _trainings += 1
     return None
 
 

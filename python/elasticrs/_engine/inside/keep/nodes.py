@@ -117,11 +117,14 @@ def agree(plan: Mapping[str, Any], file: KeepFile, other: int | None) -> Agreeme
         raise RuntimeError(f"elasticrs: keep: the nodes could not agree on a step: {error}") from error
 
 
-def tell_off(reason: str) -> None:
-    """Tell the other nodes that this rank neither restores nor copies its state, so that they do not wait."""
+def tell_off(reason: str, name: str) -> None:
+    """Tell the other nodes that this rank neither restores nor copies its state, so that they do not wait.
+    ``name`` is that of the store through which they compare their copies if they do not restore any.
+    """
     try:
         own, store = (int(os.environ["GROUP_RANK"]), int(os.environ["LOCAL_RANK"])), Store()
-        leave(store, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), reason)
+        for each in (store, Store(name)):
+            leave(each, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), reason)
         _publish(store, own, {"off": reason})
     except (OSError, KeyError, ValueError, RuntimeError, OffError):
         return  # Ignore the error: the other nodes will report that they have waited for this node.
@@ -251,7 +254,7 @@ def chosen(found: Sequence[Mapping[str, Any]], world: int) -> dict[str, Any]:
         rank that made the copy.
     """
     nothing: dict[str, Any] = {**Choice().facts(), "from_partners": {}, "replicated": False}
-    nothing |= {"has_peers": False, "nodes": []}
+    nothing |= {"has_peers": False, "no_peers": "", "nodes": []}
     for group_rank, each in enumerate(found):
         if "off" in each:
             return {**nothing, "why": f"Keep is off on node {group_rank}: {each['off']}"}
