@@ -293,7 +293,7 @@ def test_a_node_that_leaves_does_not_tell_the_end_of_the_job(launch, worker_scri
 
 SAVED = """
     if len(sys.argv) > 1:
-        join(ended=12, CHECK_STEP=3, CHECK_DIGEST=int(sys.argv[2]) + rank * int(sys.argv[3]))
+        join(ended=int(sys.argv[5]), CHECK_STEP=3, CHECK_DIGEST=int(sys.argv[2]) + rank * int(sys.argv[3]))
         put(0, MODE=0)
         small(12)
         put(slots[1], SEQUENCE=5, DATA_AT=layout.HEAD_SIZE, DATA_LENGTH=64)
@@ -311,9 +311,9 @@ SAVED = """
 def saving(launch, worker_script, tmp_path):
     """Run a job of two workers that keep step 12, and that ends without success. Return the job."""
 
-    def start(how, *options, is_sharded=False):
+    def start(how, *options, is_sharded=False, ended=12):
         os.mkfifo(kept := tmp_path / "kept")
-        arguments = (kept, "5", str(int(is_sharded)), how)
+        arguments = (kept, "5", str(int(is_sharded)), how, str(ended))
         return launch("--nproc-per-node=2", *options, worker_script(KEEPS + SAVED), *arguments)
 
     return start
@@ -331,6 +331,25 @@ def test_a_job_that_is_stopped_says_which_step_is_gone(saving):
 def plans_after(run, *options, nproc=2):
     _, plans = run("", *options, nproc=nproc)
     return plans[0]
+
+
+@pytest.mark.parametrize("how", ["fail", "stop"])
+def test_steps_after_the_saved_one_are_counted_as_lost(run, saving, tmp_path, how):
+    folder = tmp_path / "saved"
+    job = saving(how, f"--keep-save={folder}", ended=199)
+    if how == "stop":
+        job.wait_for_line("KEPT")
+        job.wait_for_line("KEPT")
+        job.signal(signal.SIGTERM)
+    job.wait()
+    (saved,) = folder.iterdir()
+    assert f"step 12 is saved in {saved}, 187 steps lost; the next job" in job.stderr
+    # In the second attempt of the next job, no copy is in memory either.
+    fails = "join(ended=212 if attempt else 202); sys.exit(1 - attempt)"
+    later, plans = run(f"    {fails}\n", f"--keep-save={folder}")
+    lost = [{plan["lost"] for plan in plans[attempt].values()} for attempt in (0, 1)]
+    assert lost == [{187}, {190}]
+    assert f"saved in {saved}, 190 steps lost" in later.stderr
 
 
 @pytest.mark.parametrize("how", ["fail", "stop"])

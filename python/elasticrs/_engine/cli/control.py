@@ -104,7 +104,11 @@ def _parser() -> argparse.ArgumentParser:
     drain.add_argument("node", metavar="NODE", help="host name of the node, or its group rank")
     drain.add_argument("--stay-out", action="store_true", help="the job does not admit the node again")
     stop = of_job("stop", _stop, "stop a job: SIGTERM to its workers, so that they can save")
-    stop.add_argument("--now", action="store_true", help="kill the workers at once")
+    stop.add_argument(
+        "--now",
+        action="store_true",
+        help="kill the workers at once; they cannot save, so the steps since their last copy are lost",
+    )
     for each in (restart, drain, stop):
         each.add_argument("--no-wait", action="store_true", help="do not wait until it is done")
     return parser

@@ -77,17 +77,18 @@ class Saved(Value):
         assert self.saved.step is not None
         return self.saved.step
 
-    def choice(self, world: int) -> Choice:
+    def choice(self, world: int, ended: int = 0) -> Choice:
         """Return what the ranks of an attempt with ``world`` ranks restore if it goes on from this state. If
         each rank saved only its part, and the number of ranks has changed, the result has no step, but says
-        why.
+        why. ``ended``: last step that an earlier attempt of this job has completed; it is lost, too.
         """
         old = self.saved.ranks
         if world != old and not self.saved.is_replicated:
             why = f"{old} ranks saved step {self.step}, now there are {world}, and each saved only its part"
             return Choice(ranks=old, why=f"{why} in {self.name}")
         behind = (*(rank for rank in self.saved.behind if rank < world), *range(old, world))
-        return self.saved.replaced(behind=behind, lost=0, why="", folder=self.name)
+        lost = max(self.saved.lost, ended - self.step)
+        return self.saved.replaced(behind=behind, lost=lost, why="", folder=self.name)
 
     def plan_of(self, rank: int) -> dict[str, Any]:
         """Return the part of the agent's plan (what a worker is to restore) that differs between ranks."""

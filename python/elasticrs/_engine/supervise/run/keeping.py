@@ -96,7 +96,8 @@ class Keeping:
         choice, places = self._choice, dict(zip(holdings, files.places, strict=False))
         saved = self._saved() if choice is None or choice.step is None else None
         if saved is not None and not self._may_have_several_nodes:
-            choice = saved.choice(self._world)
+            ended = max((each.ended or 0 for each in holdings.values()), default=0)
+            choice = saved.choice(self._world, ended)
         shared: dict[str, PlanValue] = {
             "attempt": number,
             "off": self._off,
@@ -312,9 +313,10 @@ class Keeping:
             return ""
         from elasticrs._engine.inside.keep.saved import save
 
-        step, others = None, dict[str, str]()
+        step, others, lost = None, dict[str, str](), ""
         if choice is not None and choice.step is not None:
             what, step, was_replicated = f"step {choice.step}", choice.step, choice.is_replicated
+            lost = f", {phrases.counted(choice.lost, 'step')} lost" if choice.lost else ""
         else:
             what = f"the state of {phrases.ranks_text(sorted(ranks.values()), 8)}"
             was_replicated = any(map(files.was_replicated, ranks))
@@ -347,7 +349,7 @@ class Keeping:
             self._say(f"keep: {what} is not saved in {parent}: {error}")
             return ""
         it = "the parts of all nodes" if others else "it"
-        self._say(f"keep: {what} is saved in {folder}; the next job with --keep-save goes on from {it}")
+        self._say(f"keep: {what} is saved in {folder}{lost}; the next job with --keep-save goes on from {it}")
         return folder
 
     def release(self, *, has_succeeded: bool) -> None:
