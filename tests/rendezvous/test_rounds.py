@@ -384,6 +384,17 @@ def test_the_waiting_message_names_the_nodes_that_have_joined():
     says(text, "2", "3", "a (10.0.0.1), b (10.0.0.2)")
 
 
+def test_the_waiting_message_is_repeated_after_a_node_loss():
+    cluster, (a, b) = joined(2, needs=3)
+    a.fire("waiting/0")
+    c = cluster.add("c")
+    c.kill()
+    end_all([a, b])
+    a.fire("waiting/1")
+    told = [text for text in a.texts if text.startswith("waiting for nodes: 2 of at least 3 have joined")]
+    assert len(told) == 2
+
+
 def test_the_last_call_is_reported_immediately_with_its_time_limit():
     cluster, (a,) = joined(1, needs=(2, 4))
     b = cluster.add("b")

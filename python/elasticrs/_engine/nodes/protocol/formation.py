@@ -292,6 +292,7 @@ def _form(leader: Leader, ended: Head | None, alive: list[str]) -> None:
     ops += [Delete(keys.slot(each)) for each in stale[: 100 - len(ops)]]
     gone = [each for each in view.farewells if each not in view.nodes]
     ops += [Delete(keys.farewell(each)) for each in gone[: 120 - len(ops)]]
+    leader.told.pop("waiting", None)  # After the round, tell the number of waiting nodes even if it is equal.
     leader.write(ops, *leader.here(alive))
 
 
