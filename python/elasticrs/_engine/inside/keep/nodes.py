@@ -119,7 +119,7 @@ def agree(plan: Mapping[str, Any], file: KeepFile, other: int | None) -> Agreeme
 
 def tell_off(reason: str, name: str) -> None:
     """Tell the other nodes that this rank neither restores nor copies its state, so that they do not wait.
-    ``name`` is that of the store through which they compare their copies if they do not restore any.
+    ``name`` is that of the store in which ranks that restore no state compare their copies.
     """
     try:
         own, store = (int(os.environ["GROUP_RANK"]), int(os.environ["LOCAL_RANK"])), Store()

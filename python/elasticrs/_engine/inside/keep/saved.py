@@ -78,9 +78,9 @@ class Saved(Value):
         return self.saved.step
 
     def choice(self, world: int, ended: int = 0) -> Choice:
-        """Return what the ranks of an attempt with ``world`` ranks restore if it goes on from this state. If
-        each rank saved only its part, and the number of ranks has changed, the result has no step, but says
-        why. ``ended``: last step that an earlier attempt of this job has completed; it is lost, too.
+        """Return what the ranks of an attempt with ``world`` ranks restore from this state. If each rank
+        saved only its part, and the number of ranks has changed, return a reason instead of a step.
+        ``ended``: last step that an earlier attempt of this job completed; the steps up to this one are lost.
         """
         old = self.saved.ranks
         if world != old and not self.saved.is_replicated:

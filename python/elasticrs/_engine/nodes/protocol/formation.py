@@ -292,7 +292,8 @@ def _form(leader: Leader, ended: Head | None, alive: list[str]) -> None:
     ops += [Delete(keys.slot(each)) for each in stale[: 100 - len(ops)]]
     gone = [each for each in view.farewells if each not in view.nodes]
     ops += [Delete(keys.farewell(each)) for each in gone[: 120 - len(ops)]]
-    leader.told.pop("waiting", None)  # After the round, tell the number of waiting nodes even if it is equal.
+    # After a round, print the number of waiting nodes again, even if it has not changed.
+    leader.told.pop("waiting", None)
     leader.write(ops, *leader.here(alive))
 
 
