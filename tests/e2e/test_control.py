@@ -129,13 +129,22 @@ def test_stop_ends_the_job_and_waits_for_its_end(start, asked, tmp_path, options
     assert asked("status") == (4, "elasticctl: no job of this user on this machine\n") or "other" in text
 
 
-def test_a_second_stop_is_refused_and_one_with_now_kills(start, asked):
-    job = start("--shutdown-timeout=600", source=STUBBORN)
-    assert asked("stop", "--no-wait")[0] == 0
+@pytest.mark.parametrize("is_signal", [False, True])
+def test_a_second_stop_is_refused_and_one_with_now_kills(start, asked, tmp_path, is_signal):
+    report = tmp_path / "report.json"
+    job = start("--shutdown-timeout=600", f"--report={report}", source=STUBBORN)
+    if is_signal:
+        job.signal(signal.SIGTERM)
+        job.wait_for_line("SIGTERM received", stream="stderr")
+    else:
+        assert asked("stop", "--no-wait")[0] == 0
     code, text = asked("stop")
     assert (code, "already" in text) == (5, True)
     assert asked("stop", "--now")[0] == 0
     assert job.wait() == 1
+    told = json.loads(report.read_text())
+    assert (told["signal"], told["reason"]) == (signal.SIGKILL, "stopped by elasticctl stop --now")
+    assert "stopped by elasticctl stop --now after" in job.stderr
 
 
 def test_a_stop_of_workers_that_are_replaced_is_answered_before_they_have_ended(start, asked):

@@ -304,6 +304,7 @@ class JobResult(Record):
     Attributes:
         signum: signal that stopped the job.
         order: command of ``elasticctl`` that stopped the job; empty if none did.
+        was_killed: true if this command has killed workers that were running.
         message: reason for a failure that was not caused by a worker.
         has_taken_part: true if workers of this node ran in the last round (an attempt of all nodes).
         is_outside: true if an error outside of the workers ended the job, for example of the rendezvous.
@@ -327,6 +328,7 @@ class JobResult(Record):
     exit_code: int = 1
     signum: int | None = None
     order: str = ""
+    was_killed: bool = False
     message: str | None = None
     has_taken_part: bool = True
     is_outside: bool = False

@@ -24,7 +24,7 @@ from elasticrs._engine.failures.report import format_report
 from elasticrs._engine.job import phrases
 from elasticrs._engine.job.restart_policy import Verdict
 from elasticrs._engine.process.background_call import FileAccess
-from elasticrs._engine.supervise.attempts.state_machine import Phase
+from elasticrs._engine.supervise.attempts.state_machine import SIGKILL, Phase
 from elasticrs._engine.supervise.failures.failed_attempt import failures, last_heartbeats, told_here
 
 TYPE_CHECKING = False
@@ -85,7 +85,7 @@ def report(
         "outcome": result.phase.value,
         "verdict": result.verdict.value if result.phase is Phase.FAILED else None,
         "exit_code": code,
-        "signal": result.signum,
+        "signal": SIGKILL if result.was_killed else result.signum,
         "reason": result.message or result.how_stopped,
         "headline": headline,
         "root_cause": root if blame is None or blame.is_decided else None,

@@ -377,8 +377,11 @@ class Agent:
             tell: function that is called once when the workers get the signal, but not if no workers run.
         """
         self._tell_stop, self._stop_order = tell, event.order
-        if not self._is_asked_to_stop:
-            self._is_asked_to_stop, self.result.order = True, event.order
+        attempt = self._tracker.attempt
+        kills = event.now and attempt is not None and not attempt.has_ended
+        if kills or not self._is_asked_to_stop:
+            self.result.order, self.result.was_killed = event.order, kills
+        self._is_asked_to_stop = True
         self._events.append(event)
         self._tracker.stop_waiting()
         if self._checking is not None:
