@@ -148,7 +148,13 @@ class Keep:
             default_step = _whole(default_step, "default_step")
         elif not callable(default):
             default_step = default
-        found = None if self._keeper is None else self._keeper.restore(default_step)
+        found = None
+        if self._keeper is not None:
+            found = self._keeper.restore(default_step)
+        elif VARIABLE in os.environ:
+            from elasticrs._engine.inside.keep import keeper
+
+            keeper.check_start(default_step)
         if found is not None:
             self._source = Source(*found)
             return self._source.step

@@ -22,13 +22,17 @@ TRAINS = """
                 raise ValueError("another loader")
 
     dist.init_process_group("gloo")
-    model, rank = torch.nn.Linear(16, 4), dist.get_rank()
+    number, rank = os.environ["ELASTICRS_ROUND"], dist.get_rank()
+    torch.manual_seed(0)
+    model = torch.nn.Linear(16, 4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    if sys.argv[1] == "hides" and rank == 1 and number != "1":
+        os.environ["ELASTICRS_KEEP"] = "1" + os.environ["ELASTICRS_KEEP"]  # the mark of another file
     keep = Keep(model=model, optimizer=optimizer, odd=Odd(), replicated=True, every=int(sys.argv[2]))
-    step, number = 0, os.environ["ELASTICRS_ROUND"]
+    step = 0
     if not (sys.argv[1] == "waits" and rank == 1):
         step = keep.restore()
-    print(f"BEGIN {number} {rank} {step}", flush=True)
+    os.write(1, f"BEGIN {number} {rank} {step}\\n".encode())
     while step < 20:
         optimizer.zero_grad()
         model(torch.ones(4, 16)).square().mean().backward()
@@ -57,6 +61,23 @@ def test_a_rank_that_cannot_load_the_kept_state_does_not_train_from_another_step
     assert said(job, "BEGIN") == ["1 0 0", "1 1 0", "2 0 9", f"3 0 {second}", "4 0 0", "4 1 0"]
     assert any("ValueError('another loader')" in agent.stderr for agent in job)
     assert any("could not be loaded in two attempts" in agent.stderr for agent in job)
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_a_rank_that_cannot_use_its_file_does_not_begin_at_another_step(launch, worker_script, nodes):
+    """After two attempts that ended for this reason, all ranks begin anew, without Keep."""
+    command = ("--nproc-per-node=2", "--max-restarts=3", worker_script(TRAINS), "hides", "0")
+    if nodes == 1:
+        job = [launch("--standalone", "--warm=torch._dynamo", *command)]
+    else:
+        job = Nodes(launch, f"--nnodes={nodes}", *command).start(nodes)
+    assert [agent.wait() for agent in job] == [0] * nodes
+    begun = [tuple(map(int, line.split())) for line in said(job, "BEGIN")]
+    assert {(number, step) for number, _, step in begun} <= {(1, 0), (2, 9), (3, 9), (4, 0)}
+    assert [rank for number, rank, _ in begun if number == 4] == [*range(2 * nodes)]
+    assert {number for number, rank, _ in begun if rank == 1} == {1, 4}
+    off = "rank 1 could not use the agent's memory in two attempts"
+    assert any(off in agent.stderr for agent in job)
 
 
 def test_a_rank_that_waits_for_nodes_that_do_not_restore_says_so(agents):

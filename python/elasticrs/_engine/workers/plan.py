@@ -29,6 +29,10 @@ KEEP = "ELASTICRS_KEEP"
 constant ``VARIABLE`` in ``inside/keep/layout.py`` has the same value. It is not used here, because the agent
 imports that module only after the first start of the workers.
 """
+KEPT = "ELASTICRS_KEPT"
+"""Environment variable that tells a worker the newest step that it may restore. The constant
+``KEPT_VARIABLE`` in ``inside/keep/layout.py`` has the same value.
+"""
 KEEP_OFF = "keep: no state is kept, because the agent cannot use its files in memory: {}"
 KEEP_FRAMEWORKS = "ELASTICRS_KEEP_FRAMEWORKS"
 """Environment variable that tells the hook in the workers to keep the training state of Lightning and
@@ -228,7 +232,7 @@ def inherited_environment() -> dict[str, str]:
     is a secret of the agents. If this process is itself a worker of another job, also leave out that job's
     variables about kept training state.
     """
-    own = (TOKEN_VARIABLE, KEEP, KEEP_FRAMEWORKS)
+    own = (TOKEN_VARIABLE, KEEP, KEPT, KEEP_FRAMEWORKS)
     return {name: value for name, value in os.environ.items() if name not in own}
 
 

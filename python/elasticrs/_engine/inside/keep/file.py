@@ -90,6 +90,12 @@ class OffError(Exception):
     """Raised if ``Keep`` cannot work. The text is the reason for the user, without a full stop."""
 
 
+class UnusableError(RuntimeError):
+    """Raised if this rank cannot use its file, but other ranks may restore a step. The agent recognizes this
+    failure by the name of the class, :data:`.layout.UNUSABLE`.
+    """
+
+
 class ForeignError(OffError):
     """Raised if the agent's file is for the state of another process, or of another ``Keep`` object."""
 

@@ -131,7 +131,10 @@ class Fit:
         self.close()
         everything = {**objects, self.framework: _Common(self, progress)}
         _Process.keeper = keeper.begin(everything, {}, None, Mode.AUTO)
-        if _Process.keeper is None or self._is_refused:
+        if _Process.keeper is None:
+            keeper.check_start()
+            return
+        if self._is_refused:
             return
         if _Process.keeper.restore() is None and self.progress is not None:
             # The framework's step counter already has the value of the kept step, but no state was loaded.

@@ -13,7 +13,14 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from elasticrs._engine.inside.keep import choice, layout, nodes, restore, trees
 from elasticrs._engine.inside.keep.copier import Copier
-from elasticrs._engine.inside.keep.file import ForeignError, KeepFile, OffError, say, say_for_all
+from elasticrs._engine.inside.keep.file import (
+    ForeignError,
+    KeepFile,
+    OffError,
+    UnusableError,
+    say,
+    say_for_all,
+)
 from elasticrs._engine.inside.keep.layout import Head, Slot
 from elasticrs._engine.inside.keep.schedule import Schedule
 from elasticrs._engine.inside.keep.state import Collector
@@ -42,6 +49,8 @@ _EXIT_LIMIT = 10.0
 
 _active: Keeper | None = None
 """The object that keeps the state of this process; ``None`` without one."""
+_why_unusable = ""
+"""Why this process cannot use the agent's file; empty if it can, or if the file is not for this process."""
 _is_used = False
 """True once a step has ended in this process. Then it no longer restores the copy that the agent chose."""
 _agreement: nodes.Agreement | None = None
@@ -54,7 +63,8 @@ _has_asked = False
 
 def begin(objects: Mapping[str, Any], values: dict[str, Any], every: int | None, mode: int) -> Keeper | None:
     """Return a new :class:`Keeper` of this process. If that fails, tell the user why, and return ``None``."""
-    global _active, _trainings  # noqa: PLW0603 -- one for each process
+    global _active, _trainings, _why_unusable  # noqa: PLW0603 -- one for each process
+    _why_unusable = ""
     try:
         if _active is not None and not _active.is_closed:
             raise ForeignError(
@@ -70,17 +80,37 @@ def begin(objects: Mapping[str, Any], values: dict[str, Any], every: int | None,
     except ForeignError as error:
         say(f"Keep is off: {error}")
         return None
-    except OffError as error:
-        off = str(error)
-        say(f"Keep is off: {off}")
     # A failure to keep the state must not end the training, whatever went wrong.
     except Exception as error:
-        say(f"Keep is off: the agent's memory cannot be used: {error!r}")
-        return None
+        is_known = isinstance(error, OffError)
+        off = _why_unusable = str(error) if is_known else f"the agent's memory cannot be used: {error!r}"
+        say(f"Keep is off: {off}")
     if nodes.is_job_of_several_nodes():
         nodes.tell_off(off, f"/{_trainings}")
         _trainings += 1
     return None
+
+
+def check_start(other: int | None = None) -> None:
+    """Check that this rank may begin without a kept state, because :func:`begin` has returned ``None``.
+    ``other`` is the step of a state that the program has, such as a checkpoint.
+
+    Raises:
+        UnusableError: this rank cannot use its file, and other ranks may restore a step.
+        RuntimeError: the nodes of the job could not agree on a step.
+    """
+    if not _why_unusable or _is_used or os.environ["WORLD_SIZE"] == "1":
+        return
+    if nodes.is_job_of_several_nodes():
+        step = nodes.agreed_step()
+    else:
+        kept = os.environ.get(layout.KEPT_VARIABLE)
+        step = None if kept is None or choice.why_other(int(kept), other) else int(kept)
+    if step is not None:
+        raise UnusableError(
+            f"elasticrs: keep: this rank cannot restore step {step}, but other ranks may do so:"
+            f" {_why_unusable}. This attempt ends, because the ranks would train from different steps"
+        )
 
 
 def close() -> None:

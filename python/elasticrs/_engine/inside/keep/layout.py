@@ -14,6 +14,14 @@ if TYPE_CHECKING:
 VARIABLE = "ELASTICRS_KEEP"
 """Environment variable of the worker. Its value is ``{mark}:{path of the file}``."""
 
+KEPT_VARIABLE = "ELASTICRS_KEPT"
+"""Environment variable of the worker: the newest step that this attempt may restore. It is not set if nothing
+is kept. A worker that cannot read its file, which has the plan, knows from it if other ranks may restore.
+"""
+
+UNUSABLE = "elasticrs._engine.inside.keep.file.UnusableError"
+"""Name of the exception that a rank raises if it cannot use its file, but other ranks may restore a step."""
+
 WORD = 8
 PAGE = 4096
 HEAD_SIZE = PAGE

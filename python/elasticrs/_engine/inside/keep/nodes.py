@@ -130,6 +130,20 @@ def tell_off(reason: str, name: str) -> None:
         return  # Ignore the error: the other nodes will report that they have waited for this node.
 
 
+def agreed_step() -> int | None:
+    """Return the step on which the other ranks agree, for a rank that takes no part in the agreement. Return
+    ``None`` if no rank restores a step.
+
+    Raises:
+        RuntimeError: a node has not called ``Keep.restore`` in time.
+    """
+    try:
+        step: int | None = Store().get(_CHOICE)["step"]
+    except OffError:
+        return None  # Without a store, the other ranks restore nothing.
+    return step
+
+
 def leave(store: Store, rank: int, world: int, reason: str, *, has_published: bool = False) -> None:
     """Tell the other ranks that ``rank`` no longer compares copies, so that they do not wait for it.
 

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import os
 
+from elasticrs._engine.inside.keep import layout
 from elasticrs._engine.job import config, phrases
 from elasticrs._engine.job.config import keep_memory
 from elasticrs._engine.process.background_call import BackgroundCall, FileAccess
 from elasticrs._engine.process.console import has_time
 from elasticrs._engine.supervise.attempts.attempt import file_text, memory_counters
 from elasticrs._engine.workers.keep_files import ALL_STEPS, KeepFiles
-from elasticrs._engine.workers.plan import KEEP_OFF, MemoryFiles
+from elasticrs._engine.workers.plan import KEEP_OFF, KEPT, MemoryFiles
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -47,6 +48,8 @@ class Keeping:
         self._may_have_several_nodes = job.make_handler is not None or (job.is_multi_node and not is_one_node)
         self.files: KeepFiles | None = None
         self._off = _why_off(job)
+        self._unusable = set[int]()
+        """Numbers of charged restarts at the failures of ranks that could not use their files."""
         self._parent = os.path.abspath(job.keep_save) if job.keep_save else None
         self._access: FileAccess | None = None
         self._claim: tuple[str, str, int] | None = None
@@ -92,9 +95,10 @@ class Keeping:
         self._world = plan.ranks[0].world_size
         if holdings and not self._may_have_several_nodes:
             self._choose(holdings, self._world)
+        self._turn_off_if_unusable(history)
         # Both `holdings` and `files.places` are in the order of local ranks.
-        choice, places = self._choice, dict(zip(holdings, files.places, strict=False))
-        saved = self._saved() if choice is None or choice.step is None else None
+        choice, places = None if self._off else self._choice, dict(zip(holdings, files.places, strict=False))
+        saved = self._saved() if not self._off and (choice is None or choice.step is None) else None
         if saved is not None and not self._may_have_several_nodes:
             ended = max((each.ended or 0 for each in holdings.values()), default=0)
             choice = saved.choice(self._world, ended)
@@ -116,12 +120,15 @@ class Keeping:
             shared |= choice.facts()
             shared["reader"] = _readable(choice, places, saved)
             shared["folder"] = choice.folder
-        newest = None if choice is None else choice.step
-        self._awaits_agreement = bool(holdings) and self._may_have_several_nodes
+        # If Keep is off, delete no copies, because the next job may restore them (--keep-save).
+        newest = ALL_STEPS if self._off else None if choice is None else choice.step
+        self._awaits_agreement = bool(holdings) and self._may_have_several_nodes and not self._off
+        steps = [] if newest is None or self._off else [newest]
         if self._may_have_several_nodes:
             # The workers of all nodes choose the step together, when they restore their state. So delete no
             # copies, and tell the workers which steps the files of this node have.
             newest = ALL_STEPS
+            steps = [slot.step for each in holdings.values() for slot in each.slots]
             rank_of = {place: rank for place, rank in before.items() if rank in holdings}
             shared["holdings"] = [
                 {"rank": rank_of[place], "holding": holdings[rank_of[place]].to_json()}
@@ -155,7 +162,19 @@ class Keeping:
             for place, rank in self._ranks.items()
         }
         files.begin(shared, own, newest)
+        steps += [] if saved is None else [saved.step]
+        kept = {KEPT: str(max(steps))} if steps and not self._off else {}
+        plan.variables = {**{name: each for name, each in plan.variables.items() if name != KEPT}, **kept}
         return choice
+
+    def _turn_off_if_unusable(self, history: FailureHistory) -> None:
+        """Keep no state any more if two attempts have failed because a rank could not use its file. Otherwise
+        no attempt could succeed, because this rank may not begin without the state that others restore.
+        """
+        if not self._off and history.last is not None and history.last[0] == layout.UNUSABLE:
+            self._unusable.add(history.charged)
+            if len(self._unusable) > 1:
+                self._off = f"rank {history.last[2]} could not use the agent's memory in two attempts"
 
     def _shared_facts(self, saved: Saved) -> PlanValue:
         """Return what the workers must know about a saved state before all nodes agree to restore it. Where
