@@ -184,8 +184,8 @@ class Choice(Value):
         ]
 
     def plan_of(self, rank: int, places: Mapping[int, str]) -> dict[str, Any]:
-        """Return the location of the copy that ``rank`` restores, as a part of the agent's plan. ``places``
-        maps ranks to files.
+        """Return the file and the slot of the copy that ``rank`` restores. The worker finds them in its plan.
+        ``places`` has the file of each rank.
         """
         holder, slot, sequence = self.sources.get(rank) or self.sources[min(self.sources)]
         return {"file": places[holder], "slot": slot, "rank": holder, "sequence": sequence}

@@ -119,7 +119,7 @@ def agree(plan: Mapping[str, Any], file: KeepFile, other: int | None) -> Agreeme
 
 def tell_off(reason: str, name: str) -> None:
     """Tell the other nodes that this rank neither restores nor copies its state, so that they do not wait.
-    ``name`` is that of the store in which ranks that restore no state compare their copies.
+    ``name``: the name of the store through which other ranks compare their copies if they restore none.
     """
     try:
         own, store = (int(os.environ["GROUP_RANK"]), int(os.environ["LOCAL_RANK"])), Store()

@@ -325,8 +325,8 @@ class Peers:
         return the value.
         """
         for _ in self._looks(waits_for):
-            # Accept a later generation of copies, because rank 0 does not wait for a rank that makes no more
-            # copies.
+            # Also accept the answer for a later generation: if this rank makes no more copies, rank 0 may
+            # have gone on without it.
             if self._store.has(key) and (found := self._store.get(key))[0] >= number:
                 return found[1]
         raise AssertionError

@@ -78,9 +78,10 @@ class Saved(Value):
         return self.saved.step
 
     def choice(self, world: int, ended: int = 0) -> Choice:
-        """Return what the ranks of an attempt with ``world`` ranks restore from this state. If each rank
-        saved only its part, and the number of ranks has changed, return a reason instead of a step.
-        ``ended``: last step that an earlier attempt of this job completed; the steps up to this one are lost.
+        """Return the choice to restore this saved state in an attempt with ``world`` ranks. If each rank
+        saved only its part, and the number of ranks has changed, return the reason why it cannot be restored.
+        ``ended``: the last step that an earlier attempt of this job completed. The steps between the saved
+        one and this one are lost.
         """
         old = self.saved.ranks
         if world != old and not self.saved.is_replicated:

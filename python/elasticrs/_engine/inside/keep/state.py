@@ -244,7 +244,7 @@ class Collector:
         return False
 
     def _watched(self) -> Iterator[Any]:
-        """Iterate over the tensors of modules and optimizers. The last item is the end marker :func:`is_`."""
+        """Iterate over the tensors of modules and optimizers, and over an object that marks the end."""
         return chain(*(watched() for watched in self._watch), (is_,))
 
     def _take_module(self, name: str, module: torch.nn.Module) -> bool:

@@ -581,9 +581,9 @@ def _stopped_at(own: RankSeen | None, others: Sequence[RankSeen]) -> str:
 
 
 def step_text(step: int, *, is_automatic: bool, word: str = "in") -> str:
-    """Return a phrase for the training step that a rank has reached. If ``is_automatic``, ``step`` is the
-    number of optimizer steps in this attempt. Otherwise, ``step`` is the number that the script has given to
-    the current step, and ``word`` is the preposition of the phrase.
+    """Return a phrase for the training step that a rank has reached, such as "at step 5". ``is_automatic``:
+    ``step`` counts optimizer steps, instead of being the script's own number. ``word``: the word before the
+    script's number ("at").
     """
     return f"after optimizer step {step:,} of this attempt" if is_automatic else f"{word} step {step:,}"
 

@@ -274,7 +274,8 @@ class AgreedSteps:
 
     def pass_on(self, signum: int, tell: Tell | None) -> None:
         """Send a signal to the workers without stopping the job. If all ranks can agree on a training step,
-        send the signal at the start of that step. Do nothing if the signal is already delayed.
+        send the signal at the start of that step. If it already waits for a step, do
+        nothing.
         """
 
         def send(_waited: float) -> Sequence[int]:
