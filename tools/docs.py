@@ -120,7 +120,7 @@ QUERIES = {
     "SIGKILL": "docs/troubleshooting",
     "OOM": "docs/troubleshooting",
     "elasticrs_restarts_total": "docs/metrics",
-    "more restarts": "docs/failures",
+    "more restarts": "docs/options",
     "which rank failed first": "docs/failures",
     "NCCL timeout": "docs/failures",
     "resume": "docs/restarts",

@@ -25,17 +25,22 @@ class More(NamedTuple):
         example: a value of the option for the example on the page; empty for a flag, which has no value.
         text: further sentences in Markdown.
         torchrun: what torchrun does differently, if it also has the option; empty if nothing.
+        searches: texts, separated by commas, for which the site's search shows the option first.
     """
 
     example: str = ""
     text: str = ""
     torchrun: str = ""
+    searches: str = ""
 
 
 MORE = {
     "nproc-per-node": More("gpu"),
     "max-restarts": More(
-        "3/1h", "[Budgets and delays](failures.md#budgets-and-delays)", "counted by each node separately"
+        "3/1h",
+        "[Budgets and delays](failures.md#budgets-and-delays)",
+        "counted by each node separately",
+        "more restarts, number of restarts",
     ),
     "restart-delay": More("1s..5m", "[Budgets and delays](failures.md#budgets-and-delays)"),
     "max-same-failures": More("5", "[What counts as equal](failures.md#progress)"),
@@ -211,7 +216,9 @@ def entry(option: Option) -> str:
     text = re.sub(r"(?<![\w`-])(--help \w+|--[a-z-]+)", r"`\1`", option.help)
     text = re.sub(r"(\$\{\w+\})", r"`\1`", text)
     sentences = f"{text[0].upper()}{text[1:]}." if text[0].islower() else f"{text}."
-    return f"### `{option.flag}`\n\n{sentences} {more.text}".rstrip() + f"\n\n{' · '.join(facts)}\n"
+    index = f"<!-- index: {more.searches} -->\n\n" if more.searches else ""
+    text = f"{sentences} {more.text}".rstrip()
+    return f"{index}### `{option.flag}`\n\n{text}\n\n{' · '.join(facts)}\n"
 
 
 def main() -> int:

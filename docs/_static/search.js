@@ -4,13 +4,23 @@ document.addEventListener("DOMContentLoaded", () => {
   const query = (new URLSearchParams(location.search).get("q") || "").toLowerCase();
   const terms = query.split(/[^\p{L}\p{N}_]+/u).filter((term) => term && !stopwords.has(term));
   const stems = terms.map((term) => term.replace(/(?<=...)(?:es|s|ed|ing)$/, ""));
-  const count = (text) => stems.filter((stem) => text.toLowerCase().includes(stem)).length;
-  const value = ([, title, text]) => 3 * count(title) + count(text);
-  const best = (sections) => sections.reduce((one, other) => (value(other) > value(one) ? other : one));
+  const count = (text, words = stems) => words.filter((word) => text.toLowerCase().includes(word)).length;
+  // The title of the page is about all of its sections, so its words do not say which section is the best one.
+  function best(sections) {
+    const words = stems.filter((stem) => !count(sections[0][1], [stem]));
+    const value = ([, title, text]) => 3 * count(title, words) + count(text, words);
+    return sections.reduce((one, other) => (value(other) > value(one) ? other : one));
+  }
   // Pages for those who change elasticrs or compare it come last.
   const last = /^(?:docs\/(?:api|design|architecture|benchmarks|comparison|compatibility|development)|[A-Z]+$)/;
-  Scorer.score = ([page, , , , score, , kind]) =>
-    (kind === "text" ? value(best(TEXTS[page])) : score) - (last.test(page) ? 12 : 0);
+  function textScore(page) {
+    const [, title, text] = best(TEXTS[page]);
+    const titles = `${TEXTS[page][0][1]} ${title}`;
+    // An option comes before other sections that have all words only in their text.
+    const isOption = page === "docs/options" && count(`${title} ${text}`) === stems.length;
+    return 3 * count(titles) + count(text) + (isOption ? 2 : 0);
+  }
+  Scorer.score = ([page, , , , score, , kind]) => (kind === "text" ? textScore(page) : score) - (last.test(page) ? 12 : 0);
 
   const shown = new Set();
   function describe(result) {
