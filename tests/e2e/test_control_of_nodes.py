@@ -82,6 +82,7 @@ def test_any_node_is_drained_from_another_one_and_stays_out(nodes, sockets, aske
     drained = by_name.pop(name)
     assert drained.wait() == 1
     assert re.search(rf"elasticctl \(user {os.geteuid()}, pid \d+ on node n0\): drain", drained.stderr)
+    assert "send it again" not in " ".join(drained.stderr.split())
     rest = list(by_name.values())
     left = {sizes(sockets, agent) for agent in rest}
     assert left == {("HEALTHY", 2)}
@@ -128,6 +129,9 @@ def test_a_stop_is_told_as_a_stop_on_all_nodes(nodes, asked, tmp_path, options, 
         assert "failed" not in agent.stderr
     first = "SIGKILL" if options else "SIGTERM"
     assert f"elasticctl: the job ends; {first} to the workers" in job.agents[1].stderr
+    told = " ".join(job.agents[1].stderr.split())
+    assert "send it again" not in told
+    assert ("elasticctl stop --now kills them at once" in told) == (not options)
     assert json.loads((tmp_path / "report").read_text())["outcome"] == "stopped"
 
 

@@ -43,6 +43,8 @@ if TYPE_CHECKING:
     from elasticrs._engine.process.console import Console
     from elasticrs._engine.supervise.attempts.attempt import Attempt
 
+_NOW = " (elasticctl stop --now kills them at once)"
+
 _PHASES = {
     "succeeded": machine.Phase.SUCCEEDED,
     "spare": machine.Phase.SUCCEEDED,
@@ -226,7 +228,8 @@ class SeveralNodes(Decisions):
         else:
             what, ends_the_job, self.leaves = "this node leaves the job", False, True
         if self._group_exists:
-            grace = f"{name} to the workers, SIGKILL in {self._job.shutdown_timeout:g} s{phrases.AGAIN}"
+            again = phrases.AGAIN if ends_job is None else _NOW if ends_job else ""
+            grace = f"{name} to the workers, SIGKILL in {self._job.shutdown_timeout:g} s{again}"
             what += f"; {'SIGKILL to the workers' if event.now else grace}"
         source = f"{name} received" if ends_job is None else "elasticctl"
         self._console.say(f"{source}: {what}")
