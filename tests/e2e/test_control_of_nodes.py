@@ -84,6 +84,8 @@ def test_any_node_is_drained_from_another_one_and_stays_out(nodes, sockets, aske
     assert re.search(rf"elasticctl \(user {os.geteuid()}, pid \d+ on node n0\): drain", drained.stderr)
     assert "send it again" not in " ".join(drained.stderr.split())
     rest = list(by_name.values())
+    for agent in rest:
+        agent.wait_for_line(rf"node {name} left \(elasticctl drain\)", stream="stderr")
     left = {sizes(sockets, agent) for agent in rest}
     assert left == {("HEALTHY", 2)}
     code, text = asked("drain", next(iter(set(by_name) - {"n0"})), f"--job={asker.pid}")

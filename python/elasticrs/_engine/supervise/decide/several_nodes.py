@@ -227,6 +227,7 @@ class SeveralNodes(Decisions):
             reason = f"{name} to node {node_name()}, which hosts the rendezvous store"
         else:
             what, ends_the_job, self.leaves = "this node leaves the job", False, True
+            reason = f"elasticctl {event.order}" if event.order else name
         if self._group_exists:
             again = phrases.AGAIN if ends_job is None else _NOW if ends_job else ""
             grace = f"{name} to the workers, SIGKILL in {self._job.shutdown_timeout:g} s{again}"
