@@ -1,6 +1,7 @@
 """Nodes agree on the kept step from which they go on, and hand copies from node to node."""
 
 import os
+import re
 import signal
 from contextlib import closing, contextmanager
 
@@ -314,6 +315,10 @@ def test_a_killed_worker_costs_no_step_on_any_node(agents):
     assert said(job, "BEGIN") == ["1 0 0 False", "1 1 0 False", "2 0 17 True", "2 1 17 True"]
     assert ends[0] == ends[1]
     assert len(ends[0]) == 1
+    assert any("can continue at step 17" in agent.stderr for agent in job)
+    # After rank 0 has said that the training continues, its agent does not say that it can.
+    (after,) = filter(None, (agent.stderr.partition("training continues at step 17")[2] for agent in job))
+    assert "can continue" not in after
 
 
 @pytest.mark.torch
@@ -350,8 +355,10 @@ def test_a_drained_node_costs_no_step(agents, tmp_path, how):
     ended = [int((tmp_path / f"ended.1.{rank}").read_text()) for rank in (0, 1)]
     assert begun == {max(ended)}
     assert len(set(said(job, "END"))) == 1
-    told = [line for agent in job for line in agent.stderr.splitlines() if "can continue at step" in line]
-    assert [f"step {max(ended)}," in line for line in told] == [True]  # The spare had no copies.
+    lines = [line for agent in job for line in agent.stderr.splitlines()]
+    told = [line for line in lines if re.search("continues? at step", line)]
+    assert {f"step {max(ended)}," in line for line in told} == {True}
+    assert sum("can continue" in line for line in told) <= 1  # The spare had no copies.
 
 
 @pytest.mark.torch

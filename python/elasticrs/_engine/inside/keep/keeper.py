@@ -395,7 +395,6 @@ class Keeper:
         if found is not None:
             begun, *_ = found
             self.begin_at(begun)
-            self._file.words[Head.RESTORED] = begun + 1
             if "home" not in plan:
                 self._copier.source = plan.get("own")
                 self._copier.protect_older_than(begun)
@@ -438,6 +437,8 @@ class Keeper:
         for node, ranks in plan.get("from_partners", {}).items():
             verb = "restores" if len(ranks) == 1 else "restore"
             text += f"; {phrases.ranks_text(ranks, 4)} {verb} from the copy on node {node}"
+        # The agent says no line of its own about this step after this.
+        self._file.words[Head.RESTORED] = step + 1
         say_for_all(f"the training continues at {text}")
         if stale:
             say(f"this rank had not reached the end of step {step}; older than that is: {', '.join(stale)}")

@@ -222,8 +222,16 @@ class Keeping:
         if found is not None:
             self._awaits_agreement = False
             attempt.kept = found
-            self._say(f"keep: the job {found.line()}")
+            verb = "continues " if found.step is None else ""
+            if not self._has_rank_0_begun(self.files):
+                self._say(f"keep: the job {verb}{found.line()}")
         return found is None
+
+    def _has_rank_0_begun(self, files: KeepFiles) -> bool:
+        """Return true if rank 0 runs on this node, and has already said itself at which step it continues."""
+        places = [place for place, rank in self._ranks.items() if rank == 0]
+        begun = files.progress(places[0]) if places else None
+        return begun is not None and begun.counts == "keep"
 
     def at_end(self, history: FailureHistory) -> Choice | None:
         """Choose the step that another attempt would restore, after the job's last attempt has ended. Return
