@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 from helpers import kept, procs
-from helpers.ports import free
+from helpers.nodes import meeting, meetings
+from helpers.said import says
 
 from elasticrs import ctl
 
@@ -77,11 +78,9 @@ def test_all_ranks_act_on_a_request_at_the_same_step(job, loop, handler, ranks):
 def nodes(launch):
     """Return a function that starts a job of three nodes with a rank each, and returns their agents."""
 
-    def start(*arguments, options=()):
-        endpoint = f"--rdzv-endpoint=127.0.0.1:{free()}"
-        common = ("--nnodes=2:3", "--rdzv-backend=c10d", "--nproc-per-node=1", "--shutdown-timeout=12")
-        common += (endpoint, "--rdzv-id=agreed")
-        agents = [launch(*common, *options, PROGRAM, *arguments, env=ENVIRONMENT) for _ in range(3)]
+    def start(options, *arguments):
+        common = ("--nproc-per-node=1", "--shutdown-timeout=12")
+        agents = [launch(*common, *each, PROGRAM, *arguments, env=ENVIRONMENT) for each in options]
         for each in agents:
             each.wait_for_line(r"BEGUN \d+")
         return agents
@@ -96,9 +95,11 @@ def acts_of(agents, number):
 
 
 @pytest.mark.parametrize("handler", ["note", "flag"])
-@pytest.mark.parametrize("loop", LOOPS)
-def test_ranks_of_several_nodes_act_on_a_request_at_the_same_step(nodes, loop, handler):
-    agents = nodes(loop, handler, options=("--rdzv-conf=last_call_timeout=2",))
+@pytest.mark.parametrize(
+    ("loop", "backend"), [*((loop, "c10d") for loop in LOOPS), ("plain", "static"), ("own", "static")]
+)
+def test_ranks_of_several_nodes_act_on_a_request_at_the_same_step(nodes, loop, backend, handler):
+    agents = nodes(meetings(backend, 3), loop, handler)
     moments = random.Random(5)
     for number in range(1, REQUESTS + 1):
         agents[0].read_for(moments.uniform(0.005, 0.1))
@@ -108,13 +109,16 @@ def test_ranks_of_several_nodes_act_on_a_request_at_the_same_step(nodes, loop, h
         assert len(set(found)) == 1, agents[0].stderr
         assert found[0][1] == ("work" if loop == "own" and handler == "note" else "end")
     for each in agents:
+        says(each.stderr, "SIGUSR1 reaches all ranks after optimizer step")
+        assert "at different steps" not in each.stderr
         each.signal(signal.SIGTERM)
     for each in agents:
         each.wait(60)
 
 
 def test_a_node_that_leaves_stops_the_ranks_of_all_nodes_at_the_same_step(nodes, tmp_path):
-    agents = nodes("plain", "flag", tmp_path, options=("--rdzv-conf=last_call_timeout=2",))
+    options = (*meeting("2:3"), "--rdzv-conf=last_call_timeout=2")
+    agents = nodes([options] * 3, "plain", "flag", tmp_path)
     agents[-1].signal(signal.SIGTERM)
     found = acts_of(agents, 1)
     assert len(set(found)) == 1, agents[0].stderr

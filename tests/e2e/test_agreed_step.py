@@ -5,6 +5,7 @@ import signal
 import time
 
 import pytest
+from helpers.nodes import meetings
 from helpers.said import says
 
 from elasticrs._engine.supervise.run.agreed_step import LONGEST_HOLD
@@ -89,6 +90,25 @@ def test_all_ranks_are_asked_in_the_same_step_to_save_and_to_stop(job, source):
     assert [wish for _, wish in found["0"]] == ["save"] * 5 + ["stop"]
     last = int(found["0"][-1][0]) - (source is BEATS)
     says(launched.stderr, "SIGTERM reaches all ranks after optimizer step", str(last))
+
+
+@pytest.mark.parametrize("backend", ["c10d", "static"])
+def test_the_ranks_of_two_nodes_are_asked_in_the_same_step(launch, worker_script, tmp_path, backend):
+    for name in ("there", "back"):
+        os.mkfifo(tmp_path / name)
+    command = ("--nproc-per-node=1", worker_script(IN_STEP), tmp_path)
+    agents = [launch(*options, *command) for options in meetings(backend, 2)]
+    for each in agents:
+        each.wait_for_line("BEGUN")
+    for number, signum in enumerate((signal.SIGUSR1, signal.SIGUSR1, signal.SIGTERM), 1):
+        for each in agents:
+            each.signal(signum)
+        steps = [each.wait_for_lines(r"ACTED \d (\d+) \w+", number)[-1][1] for each in agents]
+        assert len(set(steps)) == 1
+    for each in agents:
+        each.exits(1)
+        says(each.stderr, "SIGTERM reaches all ranks after optimizer step", steps[0])
+        assert "at different steps" not in each.stderr
 
 
 def test_a_signal_ends_a_forked_child_of_a_program_that_asks_in_each_step(launch, worker_script):

@@ -30,6 +30,17 @@ def meeting(nnodes: str = "2", port: int | None = None) -> tuple[str, ...]:
     return (f"--nnodes={nnodes}", "--rdzv-backend=c10d", endpoint, "--rdzv-id=job")
 
 
+def meetings(backend: str, nodes: int) -> list[tuple[str, ...]]:
+    """Return the options of each agent on this machine of a job with this number of nodes, for the rendezvous
+    back end ``c10d`` or ``static``.
+    """
+    port = ports.free()
+    if backend == "c10d":
+        return [meeting(str(nodes), port)] * nodes
+    address = (f"--nnodes={nodes}", "--master-addr=127.0.0.1", f"--master-port={port}")
+    return [(*address, f"--node-rank={rank}") for rank in range(nodes)]
+
+
 READY = re.compile(r"^READY (.*)$", re.MULTILINE)
 
 T = TypeVar("T")

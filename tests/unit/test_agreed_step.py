@@ -93,12 +93,16 @@ class Job:
         self.handles = True
         attempt = SimpleNamespace(keep_files=self.files, running=lambda: self.pids)
         tracker = SimpleNamespace(attempt=attempt, stop=lambda action: self.sent.append(action.signum))
-        self.decisions = SimpleNamespace(plan=None, round_store=None)
+        self.decisions = SimpleNamespace(plan=None, begin_exchange=None)
         spec = SimpleNamespace(keep_grace=1.0)
         self.agreed = AgreedSteps(tracker, self.decisions, spec, self.lines.append)
 
-    def begin(self, signum=10, hold=5.0):
-        self.agreed.begin(signum, hold, lambda _waited: self.sent.append(signum) or (), self.told.append)
+    def begin(self, signum=10, hold=5.0, begin_exchange=None):
+        def send(_waited):
+            self.sent.append(signum)
+            return ()
+
+        self.agreed.begin(signum, hold, send, self.told.append, begin_exchange)
 
     def put(self, rank, **words):
         for name, value in words.items():
@@ -169,6 +173,40 @@ def test_a_stop_without_an_agreed_step_is_told_with_the_reason(job, is_planned, 
         (15, None, True),
     ]
     assert why in job.told[1].why
+
+
+@pytest.mark.parametrize(
+    ("hold", "values", "is_lost", "step"),
+    [
+        (60.0, [b"7 8", b"8 8"], False, 9),
+        (60.0, [b"7 8", b""], False, None),
+        (60.0, [b"7 8", b"9 9"], False, None),
+        (60.0, [b"7 8", b"damaged"], False, None),
+        (60.0, [b"7 8", b"7 7 7"], False, None),
+        (60.0, None, True, None),
+        (0.02, None, False, None),
+    ],
+)
+def test_the_values_of_all_nodes_decide_on_the_step(job, hold, values, is_lost, step):
+    ended, told = [], []
+    exchange = SimpleNamespace(values=None, is_lost=False, end=lambda: ended.append(1))
+    job.train(7)
+    job.put(1, STEPS=8)
+    job.begin(hold=hold, begin_exchange=lambda own: told.append(own) or exchange)
+    while not told:
+        job.agreed.seconds_left()
+    assert told == [b"7 8"]
+    assert job.agreed.seconds_left() < 1
+    assert job.sent == []
+    exchange.values, exchange.is_lost = values, is_lost
+    while job.asked(0)[1] == AgreedState.WAIT:
+        job.agreed.seconds_left()
+    if step is None:
+        assert job.sent == [10]
+        assert job.told[0].why
+        assert ended
+    else:
+        assert job.asked(0) == (1, AgreedState.ACT, step)
 
 
 def test_a_failure_sends_the_signal_that_is_held_back_at_once(job):

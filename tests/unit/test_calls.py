@@ -1,15 +1,31 @@
-"""Calls (requests between the agents of a job) through a store that this test simulates."""
+"""Calls (requests between the agents of a job) through a store that this test simulates, and exchanges of
+values between them through a real store.
+"""
 
+import select
 from math import inf, nan
 from typing import NamedTuple
 
 import pytest
+from helpers.procs import HANG
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elasticrs._engine.nodes.calls import MAX_ANSWER, Calls, RoundPlace
+from elasticrs._engine.nodes.calls import MAX_ANSWER, Calls, Exchange, RoundPlace
 from elasticrs._engine.nodes.protocol.records import Keys, encode
-from elasticrs._engine.nodes.transport.coordination import DeletePrefix, Put, Txn, Unwatch, Watch
+from elasticrs._engine.nodes.transport.coordination import (
+    Changes,
+    Client,
+    DeletePrefix,
+    NativeSession,
+    Put,
+    Range,
+    Reply,
+    Server,
+    Txn,
+    Unwatch,
+    Watch,
+)
 from elasticrs._engine.supervise.run.agreed_step import Delivery
 from elasticrs._engine.supervise.run.orders import DONE, FAILED, NOT_AGREED, delivery, joined
 
@@ -171,6 +187,104 @@ def test_damaged_calls_and_answers_are_ignored(value):
         job.put(f"{KEYS.answers}{key}", value if value != b"{}" else b"[]")
     assert job.answers == []
     assert len(job.served) == 2
+
+
+class Exchanges:
+    """Agents with group ranks 0 to 2, each with a session of a real store, which exchange values."""
+
+    def __init__(self, server):
+        self.sessions = [NativeSession(Client("127.0.0.1", server.port, run_id="run")) for _ in range(NODES)]
+        self.open, self.replies, self.tag = [None] * NODES, [], 0
+
+    def begin(self, rank, value):
+        self.tag += 1
+        place = RoundPlace(1, rank, NODES)
+        self.open[rank] = Exchange(self.sessions[rank].send, "exchange/", place, value, self.tag)
+
+    def deliver(self, is_done, ranks=range(NODES)):
+        """Deliver the store's messages to these agents until ``is_done`` returns true."""
+        while not is_done():
+            assert select.select([self.sessions[rank].fd for rank in ranks], [], [], HANG)[0]
+            for rank in ranks:
+                for event in self.sessions[rank].take():
+                    self.replies.append(event)
+                    if isinstance(event, Reply) and event.tag == self.open[rank]._tag:
+                        self.open[rank].take_reply(event)
+                    elif isinstance(event, Changes):
+                        self.open[rank].take(event.changes)
+
+    def settle(self, rank):
+        """Deliver the store's messages to this agent until the store has executed all its requests. Return
+        the keys of the exchanges.
+        """
+        self.tag += 1
+        tag = self.tag
+        self.sessions[rank].send(Txn(tag, [], [Range("exchange/", 0)]))
+
+        def reply():
+            return next((each for each in self.replies if isinstance(each, Reply) and each.tag == tag), None)
+
+        self.deliver(reply, [rank])
+        return [entry.key for entry in reply().results[0]]
+
+    def values(self, ranks=range(NODES)):
+        return [self.open[rank].values for rank in ranks]
+
+
+@pytest.fixture
+def exchanges():
+    server = Server([("127.0.0.1", 0)], run_id="run")
+    found = Exchanges(server)
+    yield found
+    # Drop all references to the sessions, because they close their last file descriptors when they are freed.
+    found.open.clear()
+    while found.sessions:
+        found.sessions.pop().close()
+    server.close()
+
+
+def test_each_agent_gets_the_values_of_all_agents_in_each_of_many_exchanges(exchanges):
+    for number in range(5):
+        values = [f"{number} {rank}".encode() for rank in range(NODES)]
+        # Let the agents begin each exchange in another order, before the others have finished the last one.
+        for rank in ((number + each) % NODES for each in range(NODES)):
+            if number:
+                exchanges.deliver(lambda rank=rank: exchanges.open[rank].values, [rank])
+            exchanges.begin(rank, values[rank])
+            exchanges.settle(rank)
+        exchanges.deliver(lambda: all(exchanges.values()))
+        assert exchanges.values() == [values] * NODES
+    assert len(exchanges.settle(0)) <= 2 * NODES + 1
+
+
+def test_an_agent_that_ends_an_exchange_early_withdraws_its_value(exchanges):
+    for rank in (0, 1):
+        exchanges.begin(rank, b"old")
+        exchanges.settle(rank)
+    exchanges.open[0].end()
+    exchanges.settle(0)
+    exchanges.open[1].end()
+    exchanges.settle(1)
+    exchanges.begin(2, b"new 2")
+    exchanges.settle(2)
+    assert exchanges.values() == [None] * NODES
+    for rank in (0, 1):
+        exchanges.begin(rank, f"new {rank}".encode())
+    exchanges.deliver(lambda: all(exchanges.values()))
+    assert exchanges.values() == [[b"new 0", b"new 1", b"new 2"]] * NODES
+
+
+def test_an_agent_without_a_value_does_not_delay_the_others(exchanges):
+    for rank in range(NODES):
+        exchanges.begin(rank, b"value")
+    # This agent ends the exchange before the store has answered its first request.
+    exchanges.open[2].end()
+    assert not exchanges.open[2].is_over
+    exchanges.deliver(lambda: all(exchanges.values((0, 1))) and exchanges.open[2].is_over)
+    assert exchanges.values() == [[b"value", b"value", b""]] * 2 + [None]
+    exchanges.begin(0, b"value")
+    exchanges.open[0].lose()
+    assert (exchanges.open[0].is_lost, exchanges.open[1].is_lost) == (True, False)
 
 
 def sent(step, why="", ranks=2, waited=0.1):

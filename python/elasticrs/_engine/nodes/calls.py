@@ -1,4 +1,5 @@
 """Calls: requests of one agent to the agents of the other nodes, through the rendezvous store of the job.
+Exchanges: each agent of a round tells all others one value.
 
 An order of ``elasticctl`` for the whole job arrives at one agent. This agent puts a key with the request
 into the store. The agents of a round (an attempt of all nodes) watch the keys of all calls, and each puts its
@@ -22,6 +23,8 @@ from elasticrs._engine.nodes.transport.coordination import (
     Delete,
     DeletePrefix,
     Exists,
+    Get,
+    ModifiedAt,
     Put,
     Txn,
     Unwatch,
@@ -34,7 +37,7 @@ if TYPE_CHECKING:
     from typing import Any, TypeAlias
 
     from elasticrs._engine.nodes.protocol.records import Keys
-    from elasticrs._engine.nodes.transport.coordination import Entry, Request
+    from elasticrs._engine.nodes.transport.coordination import Entry, Reply, Request
 
     Answer: TypeAlias = Callable[[dict[str, Any]], None]
     Serve: TypeAlias = Callable[[dict[str, Any], Answer], None]
@@ -65,6 +68,103 @@ class _Call(Record):
     take: Take
     awaited: set[int]
     answers: dict[int, dict[str, Any]] = fresh(factory=dict)
+
+
+class Exchange:
+    """Exchange of a value between all agents of a round (an attempt of all nodes), over the connection to the
+    store that the agent has open. So it works while workers use the store's port. Never blocks.
+
+    Each exchange of a name has a number, which is a part of its keys. The agent that ends the exchange first
+    sets the key ``last``, whose revision is the number of the next exchange. So no agent takes an old value
+    for a new one. An agent that ends an exchange without the values of all agents withdraws its own value,
+    because others may still wait for it. The keys have leases, so the store deletes them when the agents
+    leave.
+
+    Args:
+        send: function that sends an operation to the store.
+        prefix: prefix of all keys of the exchanges of this name in the round.
+        place: place of this node in the round.
+        own: value of this agent; empty if it has none.
+        tag: number of the store's replies to the operations of this exchange. No other reply has it.
+
+    Attributes:
+        prefix: as in the arguments.
+        values: values of all nodes, by group rank; ``None`` until they are known. The value of an agent that
+            has withdrawn is empty.
+        is_lost: true if the connection to the store was lost before all values were known.
+        is_over: true if this agent has ended the exchange, and needs no reply of the store for that.
+    """
+
+    def __init__(
+        self, send: Callable[[Request], None], prefix: str, place: RoundPlace, own: bytes, tag: int
+    ) -> None:
+        self._send, self._own, self._tag = send, own, tag
+        self._rank, self._size = place.group_rank, place.size
+        self._number: int | None = None
+        self._has_ended = False
+        self._found: dict[str, bytes] = {}
+        self.prefix = prefix
+        self.values: list[bytes] | None = None
+        self.is_lost = self.is_over = False
+        send(Txn(tag, [], [Get(f"{prefix}last")]))
+
+    @property
+    def _folder(self) -> str:
+        return f"{self.prefix}{self._number}/"
+
+    def take_reply(self, reply: Reply) -> None:
+        """Handle a reply of the store: to the request for the number, or to the watch of the values."""
+        if self._number is not None:
+            self.take(reply.entries())
+            return
+        last = reply.entry(0)
+        self._number = 0 if last is None else last.mod_revision
+        if last is not None and last.value is not None:
+            earlier = last.value.decode(errors="replace")
+            self._send(Txn(0, [], [Delete(f"{self.prefix}{earlier}/{self._rank}")]))
+        self._put(b"" if self._has_ended else self._own)
+        if self._has_ended:
+            self._finish()
+        else:
+            self._send(Watch(self._tag, self._folder, False))
+
+    def take(self, changes: Sequence[Entry]) -> None:
+        """Handle changes in the store. Ignore those that do not belong to this exchange."""
+        if self._has_ended or self._number is None:
+            return
+        self._found |= {
+            each.key: each.value
+            for each in changes
+            if each.value is not None and each.key.startswith(self._folder)
+        }
+        keys = [f"{self._folder}{rank}" for rank in range(self._size)]
+        if all(key in self._found for key in keys):
+            self.values = [self._found[key] for key in keys]
+            self.end()
+
+    def end(self) -> None:
+        """End the exchange for this agent. Withdraw its value if those of all agents are not known."""
+        if self._has_ended:
+            return
+        self._has_ended = True
+        if self._number is not None:
+            self._send(Unwatch(self._folder, False))
+            if self.values is None:
+                self._put(b"")
+            self._finish()
+
+    def lose(self) -> None:
+        """End the exchange, because there is no connection to the store."""
+        self.is_lost, self._has_ended, self.is_over = self.values is None, True, True
+
+    def _put(self, value: bytes) -> None:
+        self._send(Txn(0, [], [Put(f"{self._folder}{self._rank}", value, True)]))
+
+    def _finish(self) -> None:
+        """Give the next exchange of this name another number, unless another agent has done so."""
+        last, number = f"{self.prefix}last", self._number or 0
+        self._send(Txn(0, [ModifiedAt(last, number)], [Put(last, str(number).encode(), True)]))
+        self.is_over = True
 
 
 class Calls:

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from typing import Any
 
     from elasticrs import _core
-    from elasticrs._engine.nodes.calls import Calls, RoundPlace, Serve
+    from elasticrs._engine.nodes.calls import Calls, Exchange, RoundPlace, Serve
     from elasticrs._engine.nodes.hosting import Hosting
     from elasticrs._engine.nodes.protocol.messages import Action, Event, LoopAction
     from elasticrs._engine.nodes.protocol.rendezvous import Rendezvous
@@ -61,8 +61,10 @@ _AFTER_START = 0.05
 _NAMES = 1 << 62
 """Tag of the request for the nodes' names. The state machine's tags count from 1, so it ignores the reply."""
 
-_CALLS, _CLAIM = _NAMES + 1, _NAMES + 2
-"""Tags of two requests to the store: one to watch other agents' requests, and one to drain this node."""
+_CALLS, _CLAIM, _EXCHANGE = _NAMES + 1, _NAMES + 2, _NAMES + 3
+"""Tags of requests to the store: to watch other agents' requests, to drain this node, and to begin the first
+exchange of values with other agents. Later exchanges have the tags after it.
+"""
 
 MOST_NAMES = 10 * MEMBERS_PER_TXN
 """Maximum number of nodes whose names an agent reads from the store. If all agents are asked for their
@@ -192,6 +194,8 @@ class Driver:
         self._names: list[str] | None = None
         self._calls: Calls | None = None
         self._claimed: _Claim | None = None
+        self._exchanges: dict[int, Exchange] = {}
+        self._exchange_count = 0
         self.serve: Serve | None = None
 
     @property
@@ -258,6 +262,26 @@ class Driver:
         if (slot.round, slot.form) != (head.round, head.form):
             return None
         return RoundPlace(head.round, slot.group_rank, head.size)
+
+    def begin_exchange(self, start: messages.Start, name: str, own: bytes) -> Exchange:
+        """Begin to exchange a value with all agents of a round, see :class:`.Exchange`. Does not block.
+        ``start``: the action that has started the workers of the round.
+        """
+        from elasticrs._engine.nodes.calls import Exchange, RoundPlace
+
+        assert self._member is not None
+        place = RoundPlace(start.round, start.ranks.group_rank, start.ranks.group_world_size)
+        prefix = f"{self._member.keys.exchanges}{self.job_number}/{place.round}/{name}/"
+        tag = _EXCHANGE + self._exchange_count
+        self._exchange_count += 1
+        exchange = Exchange(self.store.send, prefix, place, own, tag)
+        self._exchanges = {tag: each for tag, each in self._exchanges.items() if not each.is_over}
+        # Until the earlier exchange of this name is over, the store would give both the same number.
+        if self.store.fd is None or any(each.prefix == prefix for each in self._exchanges.values()):
+            exchange.lose()
+        else:
+            self._exchanges[tag] = exchange
+        return exchange
 
     def claim_drain(self, *, stays_out: bool, take: Callable[[bool | None], bool]) -> None:
         """Record in the store that ``elasticctl`` drains this node (removes it from the job) in the running
@@ -352,15 +376,27 @@ class Driver:
                 self.calls.take(event.entries())
             elif event.tag == _CLAIM:
                 self._end_claim(is_ok=event.ok)
+            elif (exchange := self._exchanges.get(event.tag)) is not None:
+                exchange.take_reply(event)
         elif isinstance(event, ConnectionLost):
             self._lose_calls()
-        elif isinstance(event, Changes) and self._calls is not None:
-            rest = self._calls.take(event.changes)
+        elif isinstance(event, Changes):
+            rest = list(event.changes)
+            if self._exchanges and self._member is not None:
+                for exchange in self._exchanges.values():
+                    exchange.take(rest)
+                exchanges = self._member.keys.exchanges
+                rest = [each for each in rest if not each.key.startswith(exchanges)]
+            if self._calls is not None:
+                rest = self._calls.take(rest)
             return len(rest) < len(event.changes) and not rest
         return False
 
     def _lose_calls(self) -> None:
         self._end_claim(is_ok=None)
+        for exchange in self._exchanges.values():
+            exchange.lose()
+        self._exchanges.clear()
         if self._calls is not None:
             self._calls.lost()
 

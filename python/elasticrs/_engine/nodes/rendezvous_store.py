@@ -421,10 +421,6 @@ class RendezvousStore:
         """Open a store that the job's processes share across rounds, or raise :class:`DistNetworkError`."""
         return self._open_store(Keys(self.job).job_store)
 
-    def open_agents_store(self, round: int) -> Store:  # noqa: A002 -- as above
-        """Open a store for the agents of a round alone, or raise :class:`DistNetworkError`."""
-        return self._open_store(Keys(self.job).store(round) + "agents/")
-
     def _open_store(self, prefix: str) -> Store:
         from elasticrs._engine.nodes.transport.store import connected
 

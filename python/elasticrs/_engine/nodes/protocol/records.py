@@ -117,6 +117,11 @@ class Keys:
     def answers(self) -> str:
         return f"{self.prefix[:-1]}%answers/"
 
+    @property
+    def exchanges(self) -> str:
+        """Prefix of the keys for agents' exchanges (:class:`.Exchange`). Leaders do not watch these keys."""
+        return f"{self.prefix[:-1]}%exchanges/"
+
     def leaving(self, round: int) -> str:  # noqa: A002 -- the field's own word
         """Return the key that names the node that a user drains in this round. Only one node can set it."""
         return f"{self.prefix[:-1]}%leaving/{round}"

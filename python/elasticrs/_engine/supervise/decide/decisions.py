@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from elasticrs import _core
     from elasticrs._engine.job.config import JobSpec
     from elasticrs._engine.job.restart_policy import Cause
-    from elasticrs._engine.nodes.calls import Calls, Serve
+    from elasticrs._engine.nodes.calls import Calls, Exchange, Serve
     from elasticrs._engine.nodes.rendezvous_store import KeptState
     from elasticrs._engine.nodes.transport.store import Store
     from elasticrs._engine.process.signals import SignalPipe
@@ -42,8 +42,9 @@ class Decisions(ABC):
         planned: function that may change a round's plan before the workers start. It is called with the plan,
             and a function that opens the round's store, or ``None`` on a single node.
         kept: state that an agent of a multi-node job keeps from one run of the agent to the next.
-        round_store: function that opens a store that only the agents of the running round (an attempt of all
-            nodes) use. It may block. ``None`` if there is no such store.
+        begin_exchange: function that begins to exchange a value with the agents of the running round (an
+            attempt of all nodes). It gets the name of the exchange and this agent's value, and does not
+            block. ``None`` if the agents cannot exchange values.
         failed_elsewhere: true if this node's workers were stopped because workers on another node failed.
         can_end_job: true if a request to stop can also end the job on the other nodes.
         leaves: true if this node was asked to leave the job, which other nodes can continue.
@@ -59,7 +60,7 @@ class Decisions(ABC):
     planned: Callable[[Plan, Callable[[], Store] | None], None] | None = None
     kept: KeptState | None = None
     failed_elsewhere = False
-    round_store: Callable[[], Store] | None = None
+    begin_exchange: Callable[[str, bytes], Exchange] | None = None
     can_end_job = True
     leaves = False
     serve: Serve | None = None

@@ -342,7 +342,7 @@ class SeveralNodes(Decisions):
         ranks = action.ranks.workers(NodeShare(self._job.role, self._job.nproc))
         plan = Plan(ranks, action.master_addr, action.master_port, use_agent_store=self._use_agent_store)
         self._set_plan(plan, partial(driver.store.open_shared_store, action.round))
-        self.round_store = partial(driver.store.open_agents_store, action.round)
+        self.begin_exchange = partial(driver.begin_exchange, action)
         self.phase, self._group_exists = machine.Phase.STARTING, True
         self._console.group_rank = action.ranks.group_rank
         return [machine.Start(action.round, action.restarts)]

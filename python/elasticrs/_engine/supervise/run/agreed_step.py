@@ -21,7 +21,6 @@ from functools import partial
 from elasticrs._engine.inside.keep.layout import Agreed, AgreedState
 from elasticrs._engine.job import phrases
 from elasticrs._engine.job.value import Value
-from elasticrs._engine.process.background_call import BackgroundCall
 from elasticrs._engine.process.other_processes import has_own_proc
 from elasticrs._engine.process.signals import KEYBOARD
 from elasticrs._engine.supervise.attempts import state_machine as machine
@@ -33,13 +32,13 @@ if TYPE_CHECKING:
     from typing import TypeAlias
 
     from elasticrs._engine.job.config import JobSpec
-    from elasticrs._engine.nodes.transport.store import Store
+    from elasticrs._engine.nodes.calls import Exchange
     from elasticrs._engine.supervise.decide.decisions import Decisions
     from elasticrs._engine.supervise.run.tracker import AttemptTracker
     from elasticrs._engine.workers.keep_files import KeepFiles
 
     Tell: TypeAlias = Callable[["Delivery"], object]
-    Exchange: TypeAlias = Callable[["NodeSteps | None"], "list[NodeSteps | None]"]
+    BeginExchange: TypeAlias = Callable[[bytes], Exchange]
 
 LONGEST_HOLD = 10.0
 """Maximum seconds for which a stop signal is held back. A third of ``--shutdown-timeout`` if that is less."""
@@ -62,9 +61,6 @@ _TICK, _LATER_TICK, _SOON = 0.001, 0.01, 0.5
 _EXCHANGE_LIMIT = 2.0
 """Maximum seconds for which an agent waits until those of the other nodes tell the steps of their ranks."""
 
-_SLACK = 0.5
-"""Seconds that the nodes' exchange of steps may take beyond its limit, for example to reach the store."""
-
 _RESET = 5.0
 """Seconds from when a signal is sent until the agent notes in the workers' files that it asks for nothing."""
 
@@ -72,6 +68,8 @@ _STALL = 5.0
 """Maximum seconds for which a signal is held back after the first rank has stopped to wait for it."""
 
 _SANE_STEPS = 1 << 62
+
+_ALONE = "its ranks get the signal only if its agent gets it, too"
 
 _APART = "the agents of this job's nodes cannot exchange the steps of their ranks"
 
@@ -133,6 +131,16 @@ class NodeSteps(Value):
     least: int
     most: int
 
+    @classmethod
+    def decoded(cls, value: bytes) -> NodeSteps | None:
+        """Read what an agent has told the others. Return ``None`` if its ranks cannot wait for a step.
+        Raises :class:`ValueError` or :class:`TypeError` if some other program has written the value.
+        """
+        return cls(*map(int, value.split())) if value else None
+
+    def encoded(self) -> bytes:
+        return f"{self.least} {self.most}".encode()
+
 
 class Send(Value):
     """The decision to send a signal now. ``why``: reason why the ranks are not at the agreed step. Empty if
@@ -171,48 +179,6 @@ def common_step(nodes: Sequence[NodeSteps | None]) -> int | Send:
     if most - least > 1:
         return Send(f"the ranks are not in step: they have made {least} to {most} steps")
     return most + 1
-
-
-def exchange(
-    open_store: Callable[[], Store], rank: int, size: int, name: str, own: NodeSteps | None
-) -> list[NodeSteps | None]:
-    """Tell the other nodes how many steps the ranks of this node have ended. Return what all nodes have told.
-    Block for at most some seconds. The nodes use the store of their round (an attempt of all nodes).
-
-    Each exchange has a number (its generation), which is a part of its keys. If a node does not answer in
-    time, the nodes that wait for it withdraw their own answers, and the next exchange gets another number. So
-    no node takes an old answer for a new one.
-
-    Args:
-        open_store: function that opens the store of the round. Its keys belong to this round alone.
-        rank: rank of this node in the round.
-        size: number of nodes in the round.
-        name: name of the signal or request for which the nodes choose a common step.
-        own: how many steps the ranks of this node have ended; ``None`` if they cannot wait for a step.
-
-    Raises:
-        DistError: another node has not answered in time, or the store is lost.
-    """
-    from datetime import timedelta
-
-    store = open_store()
-    try:
-        store.set_timeout(timedelta(seconds=_EXCHANGE_LIMIT))
-        counter = f"{name}/generation"
-        before = store.get(counter) if store.check([counter]) else b""
-        generation = int(before or 0)
-        keys = [f"{name}/{generation}/{each}" for each in range(size)]
-        store.set(keys[rank], "off" if own is None else f"{own.least} {own.most}")
-        try:
-            answers = store.multi_get(keys)
-        except Exception:
-            store.set(keys[rank], "off")
-            raise
-        finally:
-            store.compare_set(counter, before, str(generation + 1))
-    finally:
-        store.close()
-    return [None if answer == b"off" else NodeSteps(*map(int, answer.split())) for answer in answers]
 
 
 def look(seen: Mapping[int, RankSteps], number: int, *, is_over: bool) -> Send | None:
@@ -300,16 +266,15 @@ class AgreedSteps:
         """Return true if all ranks of this job can be stopped after the same training step: if all are on
         this node, or if this agent can exchange data with the agents of the other nodes.
         """
-        plan, has_store = self._decisions.plan, self._decisions.round_store is not None
-        return plan is not None and (has_store or plan.ranks[0].group_world_size == 1)
+        plan, is_connected = self._decisions.plan, self._decisions.begin_exchange is not None
+        return plan is not None and (is_connected or plan.ranks[0].group_world_size == 1)
 
-    def _exchange(self, name: str) -> Exchange | None:
+    def _exchange(self, name: str) -> BeginExchange | None:
         """Return the function by which nodes tell each other their steps; ``None`` if the job has one."""
-        plan, open_store = self._decisions.plan, self._decisions.round_store
-        if plan is None or open_store is None or plan.ranks[0].group_world_size == 1:
+        plan, begin = self._decisions.plan, self._decisions.begin_exchange
+        if plan is None or begin is None or plan.ranks[0].group_world_size == 1:
             return None
-        own = plan.ranks[0]
-        return partial(exchange, open_store, own.group_rank, own.group_world_size, name)
+        return partial(begin, name)
 
     def _find_files(self) -> KeepFiles | None:
         attempt = self._tracker.attempt
@@ -329,7 +294,7 @@ class AgreedSteps:
         hold: float,
         send: Callable[[float], Sequence[int]],
         tell: Tell | None = None,
-        exchange: Exchange | None = None,
+        begin_exchange: BeginExchange | None = None,
     ) -> None:
         """Hold a signal back until all ranks stand at the start of the same training step, but for at most
         ``hold`` seconds. Then call ``send`` to send the signal, and call ``tell``. Does not block.
@@ -340,13 +305,13 @@ class AgreedSteps:
             send: function that sends the signal. It gets the seconds for which the signal was held back, and
                 returns the local ranks that do not get it, because they have no handler.
             tell: function that is told how the signal was sent.
-            exchange: function that tells the other nodes how many steps the ranks of this node have ended,
-                and returns what all nodes have told. It may block. ``None`` if all ranks are on this node.
+            begin_exchange: function that begins to tell the other nodes how many steps the ranks of this
+                node have ended. Does not block. ``None`` if all ranks are on this node.
         """
         self.end("another signal came")
         now = time.monotonic()
         request = _Request(signum, now, hold, send, tell)
-        request.exchange = exchange
+        request.begin_exchange = begin_exchange
         steps = self._rank_steps()
         if not self._may_help(signum, steps):
             self._deliver(request, Send())
@@ -381,14 +346,14 @@ class AgreedSteps:
             if now - request.asked < _SETTLE:
                 return _SETTLE
             chosen = self._choose(request, steps)
-            if chosen is None and now - request.asked < _EXCHANGE_LIMIT + _SLACK:
+            if chosen is None and now < min(request.asked + _EXCHANGE_LIMIT, request.until):
                 return _TICK
             if isinstance(chosen, int):
                 request.step = chosen
                 self._write(Agreed.STEP, chosen)
                 self._write(Agreed.STATE, AgreedState.ACT)
                 return _TICK
-            decision = chosen or Send("another node does not answer")
+            decision = chosen or Send(f"another node does not answer; {_ALONE}")
         else:
             if any(each.ready == self._number for each in steps.values()):
                 request.until = min(request.until, (request.first_ready or now) + _STALL)
@@ -404,25 +369,23 @@ class AgreedSteps:
         """Choose the step after which all ranks get the signal, if necessary together with the other nodes.
         Return ``None`` until all nodes have answered, and :class:`Send` if there is no such step.
         """
-        if request.call is None:
+        exchange = request.exchange
+        if exchange is None:
             own = progress(steps, request.until)
-            if request.exchange is None:
+            if request.begin_exchange is None:
                 return own if isinstance(own, Send) else common_step([own])
-            told = None if isinstance(own, Send) else own
-            try:
-                request.call = BackgroundCall(partial(request.exchange, told))
-            except (OSError, RuntimeError) as error:
-                return Send(f"the other nodes cannot be asked: {error}")
+            told = b"" if isinstance(own, Send) else own.encoded()
+            exchange = request.exchange = request.begin_exchange(told)
             if isinstance(own, Send):
                 return own
-        if not request.call.wait(0):
+        if exchange.is_lost:
+            return Send(f"the other nodes cannot be asked; {_ALONE}")
+        if exchange.values is None:
             return None
         try:
-            return common_step(request.call.take())
-        # Catch all errors, because the store may be lost, or have any content.
-        except Exception as error:
-            why = f"another node did not answer ({type(error).__name__})"
-            return Send(f"{why}; its ranks get the signal only if its agent gets it, too")
+            return common_step([NodeSteps.decoded(value) for value in exchange.values])
+        except (TypeError, ValueError) as error:
+            return Send(f"another node did not answer ({type(error).__name__}); {_ALONE}")
 
     def end(self, why: str) -> None:
         """If a signal is held back, send it now. ``why``: reason why the ranks are not at the agreed step."""
@@ -480,7 +443,9 @@ class AgreedSteps:
 class _Request:
     """A request of the agent to the workers to stop at a common step, with the signal that is held back."""
 
-    __slots__ = ("asked", "call", "exchange", "first_ready", "send", "signum", "step", "tell", "until")
+    __slots__ = (
+        *("asked", "begin_exchange", "exchange", "first_ready", "send", "signum", "step", "tell", "until"),
+    )
 
     def __init__(
         self,
@@ -494,13 +459,13 @@ class _Request:
         self.until = asked + hold
         self.first_ready: float | None = None
         self.step: int | None = None
+        self.begin_exchange: BeginExchange | None = None
         self.exchange: Exchange | None = None
-        self.call: BackgroundCall | None = None
 
     def close(self) -> None:
-        if self.call is not None:
-            self.call.close()
-            self.call = None
+        if self.exchange is not None:
+            self.exchange.end()
+            self.exchange = None
 
 
 def hold_of_stop(shutdown_timeout: float, *, by_hand: bool) -> float:
