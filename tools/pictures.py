@@ -3,7 +3,7 @@
 With ``--record``, this program runs jobs, and replaces the records of them: ``NAME.cast`` has what a terminal
 showed (as asciicast, version 2, which asciinema plays), and ``restart.json`` has the times of restarts. A
 browser takes the pictures of the status page of a job.
-Without the option, it only draws the pictures again, from these records and from the table of
+Without the option, it only draws the pictures again, from these records and from the tables of
 ``docs/benchmarks.md``. The same records always give the same pictures, so a test can compare the pictures in
 the repository with the records.
 
@@ -352,34 +352,53 @@ def _seconds(value: float) -> str:
     return f"{value:.1f} s" if value >= 1 else f"{1000 * value:.0f} ms"
 
 
-# --- bars for the figures in the table of benchmarks ---
+# --- bars for the figures in the tables of benchmarks ---
 
-BARS = (
-    "launch: last worker's first line",
-    "kill: SIGTERM in all siblings, p50",
-    "restart: last worker's first line",
-    "exit: launcher gone",
-    "tee: latency p50",
-    "idle: resident size",
-    "idle: CPU of one core",
-)
-"""Names of the rows of the first table of ``docs/benchmarks.md`` for which bars are drawn."""
+BARS = {
+    "benchmarks": (
+        "launch: last worker's first line",
+        "kill: SIGTERM in all siblings, p50",
+        "restart: last worker's first line",
+        "exit: launcher gone",
+        "tee: latency p50",
+        "idle: resident size",
+        "idle: CPU of one core",
+    ),
+    "keep": (
+        "SIGKILL of a rank, steps lost",
+        "SIGKILL of a rank, until all have ended that step",
+        "exception in a rank, steps lost",
+        "exception in a rank, until all have ended that step",
+    ),
+    "nodes": (
+        "2 agents rendezvous, the others wait",
+        "4 agents rendezvous, all at once",
+        "worker killed, SIGTERM in the peers' workers, p50",
+        "worker killed, all run again, p50",
+        "agent killed, SIGTERM in the peers' workers, p50",
+        "silent host, keep-alive limit 2 s, max",
+        "idle, agent with the store: resident size",
+    ),
+}
+"""Names of the rows of ``docs/benchmarks.md`` for which bars are drawn, by the name of the picture."""
 
 
-def figures() -> dict[str, tuple[str, str]]:
-    """Return the figures of torchrun and elasticrs by row, from the first table of ``docs/benchmarks.md``."""
+def figures(picture: str) -> dict[str, tuple[str, str]]:
+    """Return the medians of torchrun and elasticrs for each row of the picture, from the first table of
+    ``docs/benchmarks.md`` that has the row.
+    """
     page = (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8")
     found: dict[str, tuple[str, str]] = {}
     for line in page.splitlines():
-        cells = [cell.strip() for cell in line.split("|")[1:4]]
-        if len(cells) == 3 and cells[0] in BARS:
+        cells = [cell.partition("(")[0].strip() for cell in line.split("|")[1:4]]
+        if len(cells) == 3 and cells[0] in BARS[picture]:
             found.setdefault(cells[0], (cells[1], cells[2]))
     return found
 
 
 def draw_bars(rows: Mapping[str, tuple[str, str]], theme: Theme) -> str:
     """Draw two bars for each row of the table: torchrun's in full length, and elasticrs's in proportion."""
-    left, right, width, height, top = 290, 110, 840, 46, 44
+    left, right, width, height, top = 350, 140, 840, 46, 44
     bottom = top + height * len(rows)
     style = f"text{{font:13px {SANS};fill:{theme.ink}}}.f{{fill:{theme.faint}}}.n{{font-weight:600}}"
     body = [
@@ -389,10 +408,13 @@ def draw_bars(rows: Mapping[str, tuple[str, str]], theme: Theme) -> str:
     for number, (name, (theirs, ours)) in enumerate(rows.items()):
         y = top + height * number
         body.append(f'<text x="16" y="{y + 24}">{escape(name)}</text>')
-        ratio = float(ours.split()[0]) / float(theirs.split()[0])
-        bars = ((0, 1.0, theme.faint, f"torchrun {theirs}"), (18, ratio, theme.accent, f"elasticrs {ours}"))
+        ratio = float(ours.split()[0]) / float(theirs.lstrip("> ").split()[0])
+        bars = (
+            (0, 1.0, theme.faint, f"torchrun {escape(theirs)}"),
+            (18, ratio, theme.accent, f"elasticrs {ours}"),
+        )
         for below, share, colour, label in bars:
-            size = max(2.0, share * (width - left - right - 20))
+            size = max(2.0, share * (width - left - right - 20)) if share else 0.0
             bar = f'<rect x="{left}" y="{y + 4 + below}" width="{size:.1f}" height="15" rx="2"'
             body.append(f'{bar} fill="{colour}"/>')
             body.append(f'<text class="f" x="{left + size + 8:.1f}" y="{y + 16 + below}">{label}</text>')
@@ -422,7 +444,8 @@ def pictures() -> dict[str, str]:
             drawn[f"{path.stem}-{theme.name}.svg"] = draw_cast(read_cast(path.stem), theme)
         rows = json.loads((FOLDER / "restart.json").read_text(encoding="utf-8"))
         drawn[f"restart-{theme.name}.svg"] = draw_restarts(rows, theme)
-        drawn[f"benchmarks-{theme.name}.svg"] = draw_bars(figures(), theme)
+        for name in BARS:
+            drawn[f"{name}-{theme.name}.svg"] = draw_bars(figures(name), theme)
     return drawn
 
 
