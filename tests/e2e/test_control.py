@@ -255,6 +255,35 @@ def test_a_path_of_107_bytes_is_the_longest(launch, worker_script, tmp_path, len
     assert job.wait() == 0
 
 
+STUCK = """
+import logging, os
+class Handler(logging.Handler):
+    def emit(self, record):
+        # As with a server for events that does not answer.
+        if (gate := os.environ.get("GATE")) and os.environ["WHEN"] in record.getMessage():
+            del os.environ["GATE"]
+            os.write(2, b"stuck\\n")
+            os.close(os.open(gate, os.O_RDONLY))
+"""
+
+BROKEN = """
+import logging
+from elasticrs import _core
+_core.HealthServer = None
+class Handler(logging.Handler):
+    pass
+"""
+
+
+@pytest.mark.parametrize(("source", "said"), [(STUCK, False), (BROKEN, True)], ids=["whole", "broken"])
+def test_the_control_socket_never_ends_the_job(launch, sockets, tmp_path, source, said):
+    env = install(tmp_path / "site", "mine", source, "elasticrs.event_handlers", mine="Handler")
+    env |= {"ELASTICRS_CONTROL_DIR": str(sockets)}
+    job = launch(f"--max-restarts={10**11}", "--event-log-handler=mine", "--no-python", "true", env=env)
+    assert job.wait() == 0, job.stderr
+    assert ("no control socket in" in job.stderr, "Traceback" in job.stderr) == (said, False)
+
+
 def test_without_a_folder_there_is_no_socket(launch, asked, monkeypatch):
     monkeypatch.setenv("ELASTICRS_CONTROL_DIR", "")
     job = launch("--no-python", "true", env={"ELASTICRS_CONTROL_DIR": ""})
@@ -596,24 +625,25 @@ class Terminal:
         return code, is_restored
 
 
-STUCK = """
-import logging, os
-class Handler(logging.Handler):
-    def emit(self, record):
-        # As with a server for events that does not answer.
-        if "status.START" in record.getMessage() and (gate := os.environ.pop("GATE", None)):
-            os.write(2, b"stuck\\n")
-            os.close(os.open(gate, os.O_RDONLY))
-"""
+@pytest.fixture
+def sticky(tmp_path, sockets):
+    """Return a function that returns an environment, in which an agent's loop gets stuck in the handler for
+    events, at the first event that contains ``when``, until the FIFO ``gate`` is opened for writing.
+    """
+
+    def make(gate, when):
+        env = install(tmp_path / "site", "mine", STUCK, "elasticrs.event_handlers", mine="Handler")
+        return env | {"ELASTICRS_CONTROL_DIR": str(sockets), "GATE": str(gate), "WHEN": when}
+
+    return make
 
 
 def test_an_agent_whose_loop_is_stuck_answers_the_first_question(
-    launch, worker_script, sockets, tmp_path, asked, monkeypatch
+    launch, worker_script, sockets, sticky, tmp_path, asked, monkeypatch
 ):
     gate = tmp_path / "gate"
     os.mkfifo(gate)
-    env = install(tmp_path / "site", "mine", STUCK, "elasticrs.event_handlers", mine="Handler")
-    env |= {"ELASTICRS_CONTROL_DIR": str(sockets), "GATE": str(gate)}
+    env = sticky(gate, "status.START")
     options = ("--nproc-per-node=2", "--redirects=2", "--event-log-handler=mine")
     job = launch(*options, worker_script(WORKS, "worker.py"), env=env)
     job.wait_for_line("stuck", "stderr")

@@ -164,7 +164,9 @@ class Outliner(Observer):
 
     def __init__(self, job: JobSpec, server: _core.HealthServer) -> None:
         self._server = server
-        self._facts = job.run_id, job.role, job.name, job.nproc, job.max_restarts, job.event_log
+        # The server is in Rust, and stores this number in 32 bits.
+        most = min(job.max_restarts, 2**32 - 1)
+        self._facts = job.run_id, job.role, job.name, job.nproc, most, job.event_log
         server.outline(self._facts)
 
     def running(self, result: JobResult) -> None:

@@ -323,14 +323,15 @@ class Agent:
         if not self._owns_process or not folder:
             return
         tracker = self._tracker
-        server = tracker.observers.control_server(self._take_orders)
-        if server is None:
-            age = (time.monotonic_ns() - self._begun_ns) / 1e9
-            server = self._unasked = tracker.control_server(self._job.health_check_timeout, age)
         try:
+            server = tracker.observers.control_server(self._take_orders)
+            if server is None:
+                age = (time.monotonic_ns() - self._begun_ns) / 1e9
+                server = self._unasked = tracker.control_server(self._job.health_check_timeout, age)
             server.open_control(folder, tracker.supervisor)
-        except OSError as error:
-            why = error.strerror or error
+        # An error in the code that serves elasticctl must not end the job.
+        except Exception as error:
+            why = error.strerror or error if isinstance(error, OSError) else repr(error)
             self._console.say(f"no control socket in {folder}: {why}; elasticctl cannot reach this job")
             return
         self._control = server

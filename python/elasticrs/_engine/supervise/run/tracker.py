@@ -159,8 +159,9 @@ class AttemptTracker:
         """
         server = _core.HealthServer("", None, limit, age)
         server.show(self.supervisor, is_asked=True)
+        outliner = Outliner(self._job, server)
         self.supervisor.watch_fd(server.fd)
-        self.observers.add_first(Outliner(self._job, server))
+        self.observers.add_first(outliner)
         return server
 
     def close(self) -> None:
