@@ -672,6 +672,28 @@ def test_an_agent_whose_loop_is_stuck_answers_the_first_question(
     assert job.wait() == 1
 
 
+def test_an_agent_that_is_stuck_after_a_replacement_shows_the_new_worker(
+    launch, worker_script, sockets, sticky, tmp_path
+):
+    gate = tmp_path / "gate"
+    options = ("--nproc-per-node=2", "--on-failure=replace", "--max-restarts=2", "--event-log-handler=mine")
+    os.mkfifo(gate)
+    # The agent records the failure when it has replaced the worker.
+    job = launch(*options, worker_script(WAITS), env=sticky(gate, "status.FAILED"))
+    pids = {match[1]: int(match[2]) for match in job.wait_for_lines(r"here (\d+) (\d+)\.", 2)}
+    os.kill(pids["1"], signal.SIGKILL)
+    job.wait_for_line("stuck", "stderr")
+    pids["1"] = int(job.wait_for_lines(r"here (\d+) (\d+)\.", 3)[2][2])
+    found = status_of(sockets, job)
+    shown = [(each["rank"], each["pid"], each["state"]) for each in found["workers"]]
+    assert shown == [(0, pids["0"], "RUNNING"), (1, pids["1"], "RUNNING")]
+    assert found["restarts"] == 1
+    os.close(os.open(gate, os.O_WRONLY))
+    for pid in pids.values():
+        os.kill(pid, signal.SIGUSR1)
+    assert job.wait() == 0
+
+
 def test_the_watch_shows_the_job_on_the_terminal_and_its_keys_act(start, sockets, asked):
     job = start(source=WORKS, nproc=2)
     terminal = Terminal("status", "--watch", sockets=sockets)

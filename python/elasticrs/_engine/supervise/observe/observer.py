@@ -170,12 +170,17 @@ class Outliner(Observer):
         server.outline(self._facts)
 
     def running(self, result: JobResult) -> None:
-        attempt = result.attempts[-1]
+        self._tell(result.attempts[-1], result.restarts)
+
+    def replaced(self, attempt: Attempt, failed: Attempt) -> None:  # noqa: ARG002 -- the base class's signature
+        self._tell(attempt, attempt.restarts)
+
+    def _tell(self, attempt: Attempt, restarts: int) -> None:
         first, paths = attempt.plan.ranks[0], attempt.paths
         placed = first.group_rank, first.group_world_size, first.world_size
         folder = paths.run_folder if paths.have_output else None
         workers = [(rank, place, attempt.pids[place]) for place, rank in attempt.shown_ranks().items()]
-        told = attempt.name, attempt.round, result.restarts, placed, folder, workers
+        told = attempt.name, attempt.round, restarts, placed, folder, workers
         self._server.outline(self._facts, told)
 
 
