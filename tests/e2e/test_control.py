@@ -672,6 +672,28 @@ def test_an_agent_whose_loop_is_stuck_answers_the_first_question(
     assert job.wait() == 1
 
 
+def test_a_node_whose_loop_is_stuck_shows_its_own_ranks_and_that_it_has_not_asked_the_others(
+    launch, worker_script, sockets, sticky, tmp_path, asked
+):
+    gate = tmp_path / "gate"
+    os.mkfifo(gate)
+    env = sticky(gate, "status.START")
+    options = (*meeting(), "--redirects=2", "--event-log-handler=mine", worker_script(WORKS, "worker.py"))
+    job, other = launch(*options, env=env), launch(*options, env={**env, "GATE": ""})
+    job.wait_for_line("stuck", "stderr")
+    ((rank, pid),) = [match.groups() for match in job.wait_for_lines(r"here (\d+) (\d+)\.", 1)]
+    code, text = asked("status", f"--job={job.pid}")
+    assert (code, f"{rank}     {pid}" in text) == (0, True), text
+    assert "and 1 rank on other nodes, which only the agent's loop can ask" in text
+    code, text = asked("stacks", f"--job={job.pid}")
+    assert (code, f"rank {rank}  sigwait" in text) == (0, True), text
+    assert "1 rank on other nodes: not asked, because the agent's loop is stuck" in text
+    assert "ended" not in text
+    os.close(os.open(gate, os.O_WRONLY))
+    wait_until(lambda: asked("stop", "--now", f"--job={job.pid}")[0], (0).__eq__)
+    assert [job.wait(), other.wait()] == [1, 1]
+
+
 def test_an_agent_that_is_stuck_after_a_replacement_shows_the_new_worker(
     launch, worker_script, sockets, sticky, tmp_path
 ):

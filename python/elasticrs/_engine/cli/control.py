@@ -286,4 +286,4 @@ def _obey(agent: Agent, order: dict[str, Any], limit: float | None = None) -> in
             _tell(f"{agent.title}: {answer.get('message')}")
         if code is not None:
             return int(code)
-    raise Problem(FAILED, f"{agent.title}: the agent has ended before its answer")
+    raise agent.has_ended()

@@ -87,11 +87,21 @@ class Agent(NamedTuple):
             raise Problem(FAILED, f"{self.title}: no answer from the agent: {_why(error)}") from None
 
     def with_others(self, status: dict[str, Any]) -> dict[str, Any]:
-        """Add the ranks of the other nodes to a status. The agent asks those nodes' agents for them."""
+        """Add the ranks of the other nodes to a status. The agent asks those nodes' agents for them. If the
+        agent's loop is stuck, the status has only the ranks of this node. Raises :class:`Problem`.
+        """
         if (status["group"] or {}).get("world_size", 1) == 1:
             return status
-        (answer,) = self.ask({"do": "others"})
-        return {**status, "others": answer.get("others") or []}
+        if not why_stuck(status):
+            try:
+                answer = self._answer({"do": "others"})
+            except Problem:
+                status = self.asked_again()
+                if not why_stuck(status):
+                    raise
+            else:
+                return {**status, "others": answer.get("others") or []}
+        return {**status, "others": []}
 
     def stacks(self, status: dict[str, Any]) -> dict[str, Any]:
         """Return the call stacks of the ranks, from the agent or, if the agent's loop is stuck, from the
@@ -99,10 +109,18 @@ class Agent(NamedTuple):
         """
         if why_stuck(status):
             return _asked_directly(status)
-        (answer,) = self.ask({"do": "stacks"})
+        answer = self._answer({"do": "stacks"})
         if answer["code"] != DONE:
             raise Problem(int(answer["code"]), f"{self.title}: {answer['message']}")
         return answer
+
+    def _answer(self, order: dict[str, Any]) -> dict[str, Any]:
+        for answer in self.ask(order):
+            return answer
+        raise self.has_ended()
+
+    def has_ended(self) -> Problem:
+        return Problem(FAILED, f"{self.title}: the agent has ended before its answer")
 
     def ask(self, order: dict[str, Any], limit: float | None = None) -> Iterator[dict[str, Any]]:
         """Send an order to the agent, and iterate over the lines of its answer. Raise :class:`Problem` if a
@@ -294,7 +312,7 @@ def _asked_directly(status: dict[str, Any]) -> dict[str, Any]:
 
     workers = [each for each in status["workers"] if each["state"] != "EXITED" and each["rank"] is not None]
     if not workers:
-        raise Problem(REFUSED, "no workers are running")
+        raise Problem(REFUSED, "no workers are running on this node")
     group, count = status["group"], len(workers)
     ranks = [
         WorkerRanks("", at, each["rank"], group["rank"], 0, count, group["workers"], group["world_size"], 0)
@@ -303,7 +321,9 @@ def _asked_directly(status: dict[str, Any]) -> dict[str, Any]:
     files = LogPaths(error_files={at: _error_file(each["pid"]) for at, each in enumerate(workers)})
     attempt = Attempt(status["round"], status["restarts"], Plan(ranks, "", 0), paths=files)
     attempt.append(Adopted([each["pid"] for each in workers]))
-    return told_stacks([where_running(attempt, STACKS_LIMIT)], group["workers"])
+    answer = told_stacks([where_running(attempt, STACKS_LIMIT)], group["workers"])
+    elsewhere = group["workers"] - len(status["workers"]) if group["world_size"] > 1 else 0
+    return {**answer, "not_asked": elsewhere}
 
 
 def _error_file(pid: int) -> str:

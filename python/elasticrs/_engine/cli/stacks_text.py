@@ -9,7 +9,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from elasticrs._engine.hangs.stacks import Frame, is_library, main_thread, merge, short
-from elasticrs._engine.job.phrases import printable, ranks_text
+from elasticrs._engine.job.phrases import counted, printable, ranks_text
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -84,8 +84,13 @@ def text(answer: dict[str, Any], *, is_whole: bool) -> list[str]:
             elsewhere.setdefault(printable(str(each["node"])), []).append(each["rank"])
     for node, ranks in elsewhere.items():
         lines.append(f"{_who(ranks)}: no answer; py-spy may see more if you run this command on {node}")
-    if answer["ranks"] < answer["world_size"]:
-        others = answer["world_size"] - answer["ranks"]
+    not_asked = answer.get("not_asked", 0)
+    if not_asked:
+        lines.append(
+            f"{counted(not_asked, 'rank')} on other nodes: not asked, because the agent's loop is stuck"
+        )
+    others = answer["world_size"] - answer["ranks"] - not_asked
+    if others > 0:
         who = f"{others} ranks have ended, or their" if others != 1 else "1 rank has ended, or its"
         lines.append(f"{who} node does not answer")
     return lines

@@ -358,7 +358,11 @@ def _more(status: Mapping[str, Any]) -> list[str]:
 def _missing(status: Mapping[str, Any]) -> list[str]:
     group = status["group"] or {}
     missing = group.get("workers", 0) - len(all_workers(status))
-    return [f"and {counted(missing, 'rank')} of which other nodes have not told yet"] if missing > 0 else []
+    if missing <= 0:
+        return []
+    if why_stuck(status):
+        return [f"and {counted(missing, 'rank')} on other nodes, which only the agent's loop can ask"]
+    return [f"and {counted(missing, 'rank')} of which other nodes have not told yet"]
 
 
 _STATE_WEIGHTS = {
