@@ -23,14 +23,16 @@ pub(crate) struct ControlSocket {
 impl ControlSocket {
     /// Listens on the control socket of this process in `folder`. Creates the folder if it is missing.
     pub(crate) fn open(folder: &Path) -> io::Result<(Self, UnixListener)> {
+        let owner = std::process::id();
+        let [path, new] = ["sock", "new"].map(|suffix| folder.join(format!("{owner}.{suffix}")));
+        // Check the length of the final path here, because `bind` gets a shorter one.
+        let address = UnixAddr::new(&path)?;
         match DirBuilder::new().mode(0o700).create(folder) {
             Err(error) if error.kind() == io::ErrorKind::AlreadyExists => check_folder(folder)?,
             created => created?,
         }
-        let owner = std::process::id();
-        let [path, new] = ["sock", "new"].map(|suffix| folder.join(format!("{owner}.{suffix}")));
         // Do not replace a socket that is in use, because a process in another PID namespace may have the same pid.
-        if is_served(&path) {
+        if is_served(&path, &address) {
             return Err(io::ErrorKind::AddrInUse.into());
         }
         if fs::symlink_metadata(&new).is_ok() {
@@ -72,16 +74,13 @@ fn check_folder(folder: &Path) -> io::Result<()> {
 }
 
 /// Returns true if a process listens on the socket. Does not block, even if the backlog of the socket is full.
-fn is_served(path: &Path) -> bool {
+fn is_served(path: &Path, address: &UnixAddr) -> bool {
     if fs::symlink_metadata(path).is_err() {
         return false;
     }
     let flags = SockFlag::SOCK_CLOEXEC | SockFlag::SOCK_NONBLOCK;
-    let (Ok(address), Ok(probe)) = (UnixAddr::new(path), socket(AddressFamily::Unix, SockType::Stream, flags, None))
-    else {
-        return false;
-    };
-    !matches!(connect(probe.as_raw_fd(), &address), Err(Errno::ECONNREFUSED | Errno::ENOENT))
+    let Ok(probe) = socket(AddressFamily::Unix, SockType::Stream, flags, None) else { return false };
+    !matches!(connect(probe.as_raw_fd(), address), Err(Errno::ECONNREFUSED | Errno::ENOENT))
 }
 
 #[cfg(test)]
@@ -102,5 +101,16 @@ mod tests {
         drop(other);
         assert_eq!(fs::read_dir(&folder).unwrap().count(), 0);
         drop(socket);
+    }
+
+    #[test]
+    fn a_path_that_no_client_could_connect_to_is_refused() {
+        let folder = tempfile::tempdir().unwrap();
+        let name = format!("{}.sock", std::process::id());
+        let longest = 108 - folder.path().join("x").join(name).as_os_str().len();
+        let (socket, _listener) = ControlSocket::open(&folder.path().join("x".repeat(longest))).unwrap();
+        std::os::unix::net::UnixStream::connect(&socket.path).unwrap();
+        let refused = ControlSocket::open(&folder.path().join("y".repeat(longest + 1))).unwrap_err();
+        assert_eq!(refused.raw_os_error(), Some(Errno::ENAMETOOLONG as i32));
     }
 }
