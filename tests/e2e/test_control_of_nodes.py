@@ -97,6 +97,34 @@ def test_any_node_is_drained_from_another_one_and_stays_out(nodes, sockets, aske
     assert [agent.wait() for agent in rest] == [1, 1]
 
 
+def test_commands_know_the_present_nodes_although_no_worker_was_restarted(nodes, sockets, asked):
+    job = nodes("2:4", 3, "--on-failure=replace")
+    host, left, stays = job.by_host()
+    names = {agent.pid: status_of(sockets, agent)["host"] for agent in job.agents}
+    code, text = asked("drain", names[left.pid], f"--job={stays.pid}")
+    assert (code, "is running on 2 nodes, after" in text) == (0, True), text
+    assert left.wait() == 1
+    code, text = asked("drain", names[stays.pid], f"--job={host.pid}")
+    assert (code, "1 node would be left, and the job needs 2" in text) == (5, True), text
+    late = job.start()
+    present = [host, stays, late]
+    wait_until(lambda: {sizes(sockets, agent) for agent in present}, lambda found: found == {("HEALTHY", 3)})
+    ranks = [status_of(sockets, agent)["group"]["rank"] for agent in present]
+    assert sorted(ranks) == [0, 1, 2]
+    for agent in present:
+        text = asked("status", f"--job={agent.pid}")[1]
+        assert sorted(line.split()[0] for line in text.splitlines() if line[:1].isdecimal()) == [
+            "0",
+            "1",
+            "2",
+        ]
+    code, text = asked("drain", str(ranks[2]), f"--job={stays.pid}")
+    assert (code, "n3 leaves the job" in text) == (0, True), text
+    assert late.wait() == 1
+    assert asked("stop", f"--job={stays.pid}")[0] == 0
+    assert [agent.wait() for agent in (host, stays)] == [1, 1]
+
+
 def test_a_checkpoint_by_one_command_reaches_the_ranks_of_all_nodes(nodes, asked):
     job = nodes("2", 2, source=SAVES, nproc=2)
     code, text = asked("checkpoint", f"--job={job.agents[1].pid}")

@@ -3,15 +3,14 @@
 import time
 
 import pytest
-from helpers.attempts import adopted, failed, raised, stamped
+from helpers.attempts import adopted, attempt_of, failed, raised, stamped
 
 from elasticrs._engine.job.restart_policy import FailureHistory, RestartSettings
-from elasticrs._engine.supervise.attempts.attempt import Attempt, JobResult, phases
-from elasticrs._engine.workers.plan import Plan
+from elasticrs._engine.supervise.attempts.attempt import JobResult, phases
 
 
 def test_restart_phases_cover_the_whole_restart():
-    first, second = (Attempt(number, number, Plan([], "localhost", 1)) for number in (0, 1))
+    first, second = (attempt_of(number, number) for number in (0, 1))
     stamped(first, ended=40, started=10)
     failed(first, 0, 20, 30)
     stamped(second, planned=42, started=50)
@@ -30,14 +29,14 @@ def test_restart_phases_cover_the_whole_restart():
         "starting": 1.99998,
     }
     # The failure was on another node, and the start of the workers was not recorded.
-    first, second = stamped(Attempt(0, 0, None), ended=40), stamped(Attempt(1, 1, None), planned=1_000_040)
+    first, second = stamped(attempt_of(0, 0), ended=40), stamped(attempt_of(1, 1), planned=1_000_040)
     assert phases(first, second) == {"rendezvous": 1.0}
     assert phases(stamped(first, stopped=30), second) == {"stopping": 1e-5, "rendezvous": 1.0}
-    assert phases(Attempt(0, 0, None), second) == {}
+    assert phases(attempt_of(0, 0), second) == {}
 
 
 def test_a_restart_begins_with_the_exception_for_whose_exit_the_agent_waited():
-    first, second = Attempt(0, 0, None), Attempt(1, 1, None)
+    first, second = attempt_of(0, 0), attempt_of(1, 1)
     stamped(adopted(first, 7, 8), started=1_000_000, ended=8_000_000)
     raised(first, 1, pid=8, seen_ns=2_000_000)
     failed(first, 1, 5_000_000, 6_000_000)
@@ -53,7 +52,7 @@ def test_a_restart_begins_with_the_exception_for_whose_exit_the_agent_waited():
     ("exceptions", "seen_ns"), [({}, 5), ({0: (7, 5)}, 5), ({0: (9, 3)}, 5), ({1: (8, 3)}, 5)]
 )
 def test_a_restart_begins_with_the_failure_if_the_agent_waited_for_no_exit(exceptions, seen_ns):
-    attempt = adopted(Attempt(0, 0, None), 7, 8)
+    attempt = adopted(attempt_of(0, 0), 7, 8)
     for rank, (pid, at_ns) in exceptions.items():
         raised(attempt, rank, pid=pid, seen_ns=at_ns)
     failed(attempt, 0, seen_ns)
@@ -64,7 +63,7 @@ def test_a_restart_begins_with_the_failure_if_the_agent_waited_for_no_exit(excep
     ("delay", "found"), [(0.25, {"delay": 250.0, "rendezvous": 750.0}), (9.0, {"delay": 1000.0})]
 )
 def test_a_restart_delay_is_a_separate_phase(delay, found):
-    first, second = stamped(Attempt(1, 0, None), ended=0), stamped(Attempt(2, 1, None), planned=1_000_000_000)
+    first, second = stamped(attempt_of(1, 0), ended=0), stamped(attempt_of(2, 1), planned=1_000_000_000)
     first.delay = delay
     assert phases(first, second) == found
 

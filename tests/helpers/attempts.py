@@ -8,6 +8,12 @@ from elasticrs._engine.supervise.attempts.attempt import Attempt
 from elasticrs._engine.workers.event_log import Adopted, Stamp
 
 
+def attempt_of(round_number: int, restarts: int, **options: Any) -> Attempt:
+    """Return an attempt without workers."""
+    plan: Any = SimpleNamespace(ranks=())
+    return Attempt(round_number, restarts, plan, **options)
+
+
 def ended(attempt: Attempt, at_ns: int = 0, **known: Any) -> None:
     """Record that all processes of the attempt have ended."""
     about = {"ended_ns": at_ns, "nursery_exitcode": None, "nursery_hung": False, **known}

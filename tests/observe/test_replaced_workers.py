@@ -8,12 +8,12 @@ import time
 
 import pytest
 from helpers import procs
-from helpers.attempts import exited
+from helpers.attempts import attempt_of, exited
 from helpers.http_client import get, get_json, port_of, wait_until_answers
 from helpers.schema import schemas
 
 from elasticrs._engine.job.config import JobSpec
-from elasticrs._engine.supervise.attempts.attempt import Attempt, JobResult
+from elasticrs._engine.supervise.attempts.attempt import JobResult
 from elasticrs._engine.supervise.attempts.state_machine import Phase
 from elasticrs._engine.supervise.observe.recorder import MetricRecorder
 from elasticrs.metrics.api import add_sink, remove_sink
@@ -137,8 +137,8 @@ def values():
 
 def test_torch_metrics_count_the_restarts_that_were_used(values):
     recorder = MetricRecorder(JobSpec(1, "j", role="r", max_restarts=3))
-    attempt = Attempt(1, 2, None)
-    recorder.replaced(attempt, Attempt(1, 1, None))
+    attempt = attempt_of(1, 2)
+    recorder.replaced(attempt, attempt_of(1, 1))
     assert values == {"workers.r.remaining_restarts": 1, "workers.r.healthy": 1}
     # Add one more restart, which happened on another node.
     attempt.restarts = 3
@@ -148,7 +148,7 @@ def test_torch_metrics_count_the_restarts_that_were_used(values):
 
 def test_a_restart_of_all_workers_is_measured_also_if_workers_are_replaceable(values):
     recorder = MetricRecorder(JobSpec(1, "j", role="r"))
-    failed, again = Attempt(1, 0, None, replaces=True), Attempt(2, 1, None, replaces=True)
+    failed, again = attempt_of(1, 0, replaces=True), attempt_of(2, 1, replaces=True)
     exited(failed, 0, 1, seen_ns=time.monotonic_ns() - 5_000_000_000)
     again.after = failed
     recorder.running(JobResult(attempts=[again]))

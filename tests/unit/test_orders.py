@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from elasticrs._engine.nodes.calls import RoundPlace
 from elasticrs._engine.supervise.attempts.state_machine import Phase
 from elasticrs._engine.supervise.run.orders import DONE, FAILED, REFUSED, Orders
 
@@ -15,9 +16,11 @@ class Job:
 
     def __init__(self):
         self.asked, self.said, self.answers, self.stops, self.claims = [], [], [], [], []
-        ranks = [SimpleNamespace(group_rank=0, group_world_size=3)]
-        attempt = SimpleNamespace(plan=SimpleNamespace(ranks=ranks), running=lambda: {0: 1}, round=1)
-        self.calls = SimpleNamespace(others=lambda: [1, 2], ask=lambda *call: self.asked.append(call))
+        attempt = SimpleNamespace(running=lambda: {0: 1}, agents_round=1)
+        self.place = RoundPlace(1, 0, 3)
+        self.calls = SimpleNamespace(
+            others=lambda: [1, 2], ask=lambda *call: self.asked.append(call), place=lambda: self.place
+        )
         self.decisions = SimpleNamespace(
             phase=Phase.RUNNING,
             calls=self.calls,
@@ -52,6 +55,19 @@ def test_a_drain_of_another_node_is_refused_if_the_workers_end_before_the_nodes_
     job.decisions.phase = Phase.STOPPING
     job.reply(NAMES)
     assert [each["code"] for each in job.answers] == [REFUSED]
+    assert len(job.asked) == 1
+
+
+@pytest.mark.parametrize(
+    ("place", "text"), [(RoundPlace(2, 0, 2), "have met again"), (None, "about to meet again")]
+)
+def test_a_drain_of_another_node_is_refused_if_group_ranks_may_have_changed_meanwhile(place, text):
+    job = Job()
+    job.order(do="drain", node="n2")
+    job.place = place
+    job.reply(NAMES)
+    (told,) = job.answers
+    assert (told["code"], text in told["message"]) == (REFUSED, True)
     assert len(job.asked) == 1
 
 
@@ -101,7 +117,7 @@ def test_a_node_leaves_only_if_the_store_has_recorded_it_and_workers_still_run(i
 
 def test_an_error_in_an_order_is_answered_and_told():
     job = Job()
-    job.tracker.attempt.plan = None
+    del job.calls.place
     job.order(do="drain", node="n1")
     assert [each["code"] for each in job.answers] == [FAILED]
     assert "AttributeError" in job.said[-1]

@@ -176,7 +176,7 @@ class Calls:
         keys: names of the job's keys in the store.
         agent: name of this agent.
         node: name of this node.
-        find_place: function that returns the place of this node in the last round that it has taken part in.
+        place: function that returns the place of this node in the last round that it has taken part in.
         arm: function that starts a timer, after which :meth:`expire` is called with the timer's name.
     """
 
@@ -186,11 +186,11 @@ class Calls:
         keys: Keys,
         agent: str,
         node: str,
-        find_place: Callable[[], RoundPlace | None],
+        place: Callable[[], RoundPlace | None],
         arm: Callable[[str, float], None],
     ) -> None:
         self._send, self._keys, self._agent, self._node = send, keys, agent, node
-        self._find_place, self._arm = find_place, arm
+        self.place, self._arm = place, arm
         self.serve: Serve | None = None
         self._is_listening = False
         self._served: deque[str] = deque(maxlen=_MAX_SERVED)
@@ -215,7 +215,7 @@ class Calls:
 
     def others(self) -> list[int]:
         """Return the group ranks of the other nodes of the running round."""
-        place = self._find_place()
+        place = self.place()
         return [] if place is None else [rank for rank in range(place.size) if rank != place.group_rank]
 
     def ask(self, order: Mapping[str, Any], ranks: Collection[int], limit: float, take: Take) -> None:
@@ -230,7 +230,7 @@ class Calls:
         self._count += 1
         name = f"{self._agent}/{self._count}"
         call = self._open[name] = _Call(take, set(ranks))
-        place = self._find_place()
+        place = self.place()
         if place is None or not call.awaited:
             self._finish(name)
             return
@@ -280,7 +280,7 @@ class Calls:
         return rest
 
     def _called(self, name: str, value: bytes | None) -> None:
-        place = self._find_place()
+        place = self.place()
         is_own = name.startswith(f"{self._agent}/")
         if value is None or is_own or place is None or len(value) > MAX_CALL or name in self._served:
             return

@@ -289,14 +289,15 @@ class Driver:
 
         Args:
             stays_out: whether the job does not admit this node again once it has left.
-            take: function that is called with true; with false if a node is being drained already, or if the
-                round has ended; with ``None`` if there is no connection to the store, or it is lost.
+            take: function that is called with true; with false if a node is being drained already, or if no
+                round runs; with ``None`` if there is no connection to the store, or it is lost.
         """
         member = self._member
         if member is None or member.link is None:
             take(None)
             return
-        if member.head is None or self._claimed is not None:
+        # The number of nodes is known only while a round runs: it ends when a node joins, leaves or is lost.
+        if member.head is None or member.head.state != "RUNNING" or self._claimed is not None:
             take(False)
             return
         keys, node = member.keys, member.agent.node.encode()

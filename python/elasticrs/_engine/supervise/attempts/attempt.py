@@ -40,6 +40,9 @@ class Attempt(EventLog):
 
     Attributes:
         restarts: number of charged restarts.
+        ranks: present ranks and world sizes of the workers. With ``--on-failure replace`` on several nodes,
+            they change when a node joins or leaves, and then differ from those in the plan.
+        agents_round: number of the agents' present round. It changes when ``ranks`` does.
         name: name of the log directory.
         paths: files of the attempt. There are none until its workers are about to be started.
         variables: variables added to each worker's environment, by local rank.
@@ -72,6 +75,7 @@ class Attempt(EventLog):
     ) -> None:
         super().__init__(replaces=replaces)
         self.round, self.restarts, self.plan, self.name = round, restarts, plan, name
+        self.agents_round, self.ranks = round, plan.ranks
         self.paths, self.files = paths or LogPaths(), files or FileAccess()
         self.variables: dict[int, dict[str, str]] = {}
         self.met: dict[int, Met] = {}
@@ -92,8 +96,8 @@ class Attempt(EventLog):
 
     @property
     def world_size(self) -> int:
-        """Number of workers in this attempt, on all nodes."""
-        return self.plan.ranks[0].world_size
+        """Present number of workers on all nodes."""
+        return self.ranks[0].world_size
 
     @property
     def phases(self) -> Mapping[str, float]:
@@ -122,6 +126,7 @@ class Attempt(EventLog):
         failed = Attempt(
             self.round, self.restarts, self.plan, self.name, paths, replaces=True, files=self.files
         )
+        failed.agents_round, failed.ranks = self.agents_round, self.ranks
         self.restarts = restarts
         self.paused.discard(local_rank)
         failed.append(Adopted(pids))
@@ -216,10 +221,10 @@ class Attempt(EventLog):
 
     def global_ranks(self) -> dict[int, int]:
         """Return the workers' global ranks by local rank, all different: from each worker's last rendezvous,
-        or from the plan if it took part in none. If another worker has taken over a worker's rank, the value
-        is a negative placeholder; see :meth:`shown_ranks`.
+        or from :attr:`ranks` if it took part in none. If another worker has taken over a worker's rank, the
+        value is a negative placeholder; see :meth:`shown_ranks`.
         """
-        began = {ranks.local_rank: ranks.global_rank for ranks in self.plan.ranks}
+        began = {ranks.local_rank: ranks.global_rank for ranks in self.ranks}
         if self.plan.members is None:
             return began
         met = {local_rank: self.last_met(local_rank) for local_rank in began}

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from elasticrs._engine.job.restart_policy import Cause, Meetings
     from elasticrs._engine.nodes.protocol.rendezvous import Rendezvous
     from elasticrs._engine.process.console import Console
+    from elasticrs._engine.supervise.attempts.attempt import Attempt
 
 _PHASES = {"running": machine.Phase.RUNNING, "stopping": machine.Phase.STOPPING}
 
@@ -53,6 +54,10 @@ class MemberNodes(SeveralNodes):
         self._ended: messages.Outcome | None = None
         self._final_world_size: int | None = None
         self._unfinished: str | None = None
+
+    def observe(self, attempt: Attempt) -> None:
+        super().observe(attempt)
+        self._follow_round()
 
     def step(self, event: machine.Event) -> list[machine.Action]:
         if isinstance(event, (machine.Begin, machine.SignalReceived)):
@@ -85,6 +90,8 @@ class MemberNodes(SeveralNodes):
                 self._tell_round(action)
                 self._look_for_unfinished_ranks(action)
                 self._begun = action
+                if self._node.group == "running":
+                    self._follow_round()
                 found.append(shared.RoundBegan(action.round, action.restarts))
             elif isinstance(action, messages.Stop):
                 self._why = action.why
@@ -123,6 +130,12 @@ class MemberNodes(SeveralNodes):
                 f"{begun.earlier} after the training had ended, but before its workers had exited; what they "
                 "were saving may be incomplete: check the results, or start the job again"
             )
+
+    def _follow_round(self) -> None:
+        attempt, begun = self._attempt, self._begun
+        if attempt is not None and begun is not None:
+            attempt.agents_round = begun.round
+            attempt.ranks = begun.ranks.workers(NodeShare(self._job.role, self._job.nproc))
 
     def _tell_round(self, begun: messages.Start) -> None:
         """Print why a new round has started, unless a line about a replaced worker already says so."""

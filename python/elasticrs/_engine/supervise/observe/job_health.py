@@ -343,7 +343,7 @@ class HealthObserver(Observer):
             "state": "NO_PROGRESS" if self._state == "HEALTHY" and self._no_progress else self._state,
             "outcome": self._outcome,
             "spare_of": 0 if self._result is None else self._result.others_running(),
-            "round": None if attempt is None else attempt.round,
+            "round": None if attempt is None else attempt.agents_round,
             "attempt": None if attempt is None else attempt.name,
             "warm": None if attempt is None else attempt.warm,
             "why_cold": None if attempt is None else attempt.why_cold,
@@ -405,7 +405,7 @@ def workers_of(attempt: Attempt, progress: Mapping[int, dict[str, Any]]) -> list
     """
     shown = []
     ranks = attempt.shown_ranks()
-    for each, pid in zip(attempt.plan.ranks, attempt.pids, strict=True):
+    for each, pid in zip(attempt.ranks, attempt.pids, strict=True):
         exited = attempt.exits.get(each.local_rank)
         state = "PAUSED" if each.local_rank in attempt.paused else "RUNNING"
         shown.append({
@@ -491,7 +491,7 @@ def _slowest(standings: Sequence[Standing]) -> dict[str, Any] | None:
 
 
 def _group(attempt: Attempt) -> dict[str, Any]:
-    ranks = attempt.plan.ranks[0]
+    ranks = attempt.ranks[0]
     return {
         "rank": ranks.group_rank,
         "world_size": ranks.group_world_size,

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
     from elasticrs import _core
     from elasticrs._engine.job.config import JobSpec
-    from elasticrs._engine.nodes.calls import Take
+    from elasticrs._engine.nodes.calls import RoundPlace, Take
     from elasticrs._engine.nodes.protocol.records import Check
     from elasticrs._engine.supervise.attempts.attempt import Attempt
     from elasticrs._engine.supervise.decide.decisions import Decisions
@@ -90,6 +90,12 @@ _QUESTIONS = frozenset(("stacks", "others", "ranks", "who", "can checkpoint"))
 _WAYS = (
     "a handler for SIGUSR1 in the script, Lightning's SLURMEnvironment(requeue_signal=SIGUSR1), or"
     " elasticrs.train with --on-failure replace"
+)
+
+
+_NO_ROUND = (
+    "the connection to the store in which the nodes meet was lost, or the nodes are about to meet again; try"
+    " again when they have met"
 )
 
 
@@ -266,7 +272,7 @@ class Orders:
 
     def _is_of_now(self, known: _Known) -> bool:
         attempt = self._tracker.attempt
-        return attempt is not None and attempt.round == known.round
+        return attempt is not None and attempt.agents_round == known.round
 
     def ask_others(self, take: Callable[[], None] = lambda: None) -> None:
         """Ask the other nodes' agents for the states of their ranks, unless they have answered within the
@@ -281,7 +287,9 @@ class Orders:
             take()
         else:
             self._waiting = [take]
-            self._ask_others({}, "ranks", CALL_LIMIT, partial(self._take_others, attempt.round), others)
+            self._ask_others(
+                {}, "ranks", CALL_LIMIT, partial(self._take_others, attempt.agents_round), others
+            )
 
     def _take_others(self, number: int, answers: Mapping[int, Mapping[str, Any]]) -> None:
         known = [
@@ -306,20 +314,35 @@ class Orders:
 
     # --- drain ---
 
+    def _place(self) -> RoundPlace:
+        """Return the group rank of this node and the number of nodes in the running round of the agents."""
+        self._running_attempt()
+        place = None if self._decisions.calls is None else self._decisions.calls.place()
+        if place is None:
+            raise Refused(_NO_ROUND)
+        return place
+
     def _drain(self, order: dict[str, Any], answer: Answer) -> None:
         if self._job.rendezvous is None:
             raise Refused("this job has no other node that could continue; use elasticctl stop")
-        own = self._running_attempt().plan.ranks[0].group_rank
-        if order.get("node") == str(own):
+        place = self._place()
+        if order.get("node") == str(place.group_rank):
             self._drain_own(order, answer)
         else:
-            self._ask_others(order, "who", CALL_LIMIT, partial(self._drain_other, order, answer))
+            self._ask_others(order, "who", CALL_LIMIT, partial(self._drain_other, order, answer, place))
 
     def _drain_other(
-        self, order: dict[str, Any], answer: Answer, found: Mapping[int, Mapping[str, Any]]
+        self,
+        order: dict[str, Any],
+        answer: Answer,
+        place: RoundPlace,
+        found: Mapping[int, Mapping[str, Any]],
     ) -> None:
         def act() -> None:
-            node, own = str(order.get("node")), self._running_attempt().plan.ranks[0].group_rank
+            # In another round, the group ranks of the answers may belong to other nodes.
+            if self._place() != place:
+                raise Refused("the nodes have met again in the meantime; give the command again")
+            node, own = str(order.get("node")), place.group_rank
             names = {own: self._node, **{rank: str(each.get("name")) for rank, each in found.items()}}
             ranks = [rank for rank, name in names.items() if name == node] or [
                 rank for rank in names if str(rank) == node
@@ -351,7 +374,7 @@ class Orders:
             raise Refused(
                 f"{self._node} hosts the store in which the nodes meet, so the job would end with it"
             )
-        left = self._running_attempt().plan.ranks[0].group_world_size - 1
+        left = self._place().size - 1
         if left < rendezvous.min_nodes:
             are_left = f"{phrases.counted(left, 'node')} would be left"
             raise Refused(f"{are_left}, and the job needs {rendezvous.min_nodes} (--nnodes)")
@@ -365,10 +388,7 @@ class Orders:
 
         def act() -> None:
             if is_first is None:
-                raise Refused(
-                    "the connection to the store in which the nodes meet was lost; try again when the nodes"
-                    " have met again"
-                )
+                raise Refused(_NO_ROUND)
             if not is_first:
                 raise Refused(
                     "a node is being drained already, or the nodes are about to meet again; try again when"
@@ -399,7 +419,7 @@ class Orders:
             answer({"code": DONE, "message": told})
             return
         self._require_can_save()
-        if attempt.plan.ranks[0].group_world_size == 1:
+        if attempt.ranks[0].group_world_size == 1:
             self._agent.pass_on(signal.SIGUSR1, partial(_tell_delivery, answer, self._count()))
         elif self._decisions.calls is None:
             raise Refused(
@@ -597,7 +617,7 @@ def _tell_stacks(
 
         own, world_size = where_running(attempt, STACKS_LIMIT), attempt.world_size
         if others is None:
-            answer({"code": DONE, **own.encoded(attempt.plan.ranks[0].group_world_size, world_size)})
+            answer({"code": DONE, **own.encoded(attempt.ranks[0].group_world_size, world_size)})
             return
         answers = others.get(timeout=CALL_LIMIT + 1)
         found = told_stacks([own, *map(RunningRanks.decoded, answers.values())], world_size)
