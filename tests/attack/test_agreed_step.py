@@ -130,6 +130,38 @@ def test_a_node_that_leaves_stops_the_ranks_of_all_nodes_at_the_same_step(nodes,
         each.wait(60)
 
 
+def test_ranks_save_and_stop_if_both_signals_come_at_once(job, tmp_path):
+    moments = random.Random(3)
+    for number in range(STOPS):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        launched = job("plain", "save", folder)
+        launched.read_for(moments.uniform(0, 0.1))
+        launched.signal(signal.SIGUSR1)
+        launched.signal(signal.SIGTERM)
+        # A rank that waited for another one in a barrier would be killed after --shutdown-timeout.
+        launched.exits(1)
+        assert "killed" not in launched.stderr
+        assert all(first == second for first, second in acts(launched, 4))
+
+
+@pytest.mark.parametrize("backend", ["c10d", "static"])
+def test_ranks_of_several_nodes_save_and_stop_if_both_signals_come_at_once(nodes, tmp_path, backend):
+    moments = random.Random(3)
+    for number in range(STOPS):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        agents = nodes(meetings(backend, 3), "plain", "save", folder)
+        agents[0].read_for(moments.uniform(0, 0.1))
+        for signum in (signal.SIGUSR1, signal.SIGTERM):
+            for each in agents:
+                each.signal(signum)
+        for each in agents:
+            each.wait(60)
+        assert all("killed" not in each.stderr for each in agents), agents[0].stderr
+        assert [len(set(acts_of(agents, count))) for count in (1, 2)] == [1, 1]
+
+
 @pytest.mark.parametrize("handler", ["save", "flag"])
 def test_a_training_that_was_stopped_and_resumed_ends_as_without_the_stop(job, tmp_path, handler):
     (tmp_path / "calm").mkdir()

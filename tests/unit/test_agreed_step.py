@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from elasticrs._engine.inside.keep import layout
 from elasticrs._engine.inside.keep.layout import Agreed, AgreedState
-from elasticrs._engine.supervise.attempts.state_machine import Stop
+from elasticrs._engine.supervise.attempts.state_machine import Phase, Stop
 from elasticrs._engine.supervise.run import agreed_step
 from elasticrs._engine.supervise.run.agreed_step import (
     AgreedSteps,
@@ -92,8 +92,17 @@ class Job:
         self.sent, self.told, self.lines = [], [], []
         self.handles = True
         attempt = SimpleNamespace(keep_files=self.files, running=lambda: self.pids)
-        tracker = SimpleNamespace(attempt=attempt, stop=lambda action: self.sent.append(action.signum))
-        self.decisions = SimpleNamespace(plan=None, begin_exchange=None)
+
+        def record(signum):
+            self.sent.append(signum)
+            return ()
+
+        tracker = SimpleNamespace(
+            attempt=attempt,
+            stop=lambda action: self.sent.append(action.signum),
+            forward=lambda signum, **_: record(signum),
+        )
+        self.decisions = SimpleNamespace(plan=None, begin_exchange=None, phase=Phase.RUNNING)
         spec = SimpleNamespace(keep_grace=1.0)
         self.agreed = AgreedSteps(tracker, self.decisions, spec, self.lines.append)
 
@@ -102,7 +111,8 @@ class Job:
             self.sent.append(signum)
             return ()
 
-        self.agreed.begin(signum, hold, send, self.told.append, begin_exchange)
+        is_stop = signum == 15
+        self.agreed.begin(signum, hold, send, self.told.append, begin_exchange, is_stop=is_stop)
 
     def put(self, rank, **words):
         for name, value in words.items():
@@ -121,6 +131,29 @@ class Job:
         """Let the agent look at the workers' files until it has chosen the step."""
         while self.asked(0)[1] == AgreedState.WAIT:
             assert 0 < self.agreed.seconds_left() < 1
+
+    def let_send(self):
+        """Have all ranks stop after the step that the agent chooses, and let it send the signals."""
+        self.let_choose()
+        number, _, step = self.asked(0)
+        for rank in self.pids:
+            self.put(rank, STEPS=step, READY=number, READY_AT=time.monotonic_ns())
+        self.agreed.seconds_left()
+
+    def steps_told(self):
+        """Return each signal that was told as sent, with its step."""
+        return [(each.signum, each.step) for each in self.told]
+
+
+def exchange_of(nodes):
+    """Return a function that begins an exchange in which all nodes tell the same steps. It never ends without
+    nodes.
+    """
+
+    def begin(own):
+        return SimpleNamespace(values=[own] * nodes or None, is_lost=False, end=lambda: None)
+
+    return begin
 
 
 @pytest.fixture
@@ -207,6 +240,88 @@ def test_the_values_of_all_nodes_decide_on_the_step(job, hold, values, is_lost, 
         assert ended
     else:
         assert job.asked(0) == (1, AgreedState.ACT, step)
+
+
+@pytest.mark.parametrize("signals", [(10, 15), (15, 10), (10, 12), (12, 10), (12, 15, 10)])
+@pytest.mark.parametrize("is_chosen", [False, True])
+def test_signals_that_are_held_together_reach_the_ranks_in_one_order_after_one_step(job, signals, is_chosen):
+    job.train(7)
+    for signum in signals:
+        job.begin(signum)
+        if is_chosen:
+            job.let_choose()
+            job.put(1, READY=job.asked(1)[0])
+            job.agreed.seconds_left()
+    assert (job.sent, job.told) == ([], [])
+    assert all(map(job.agreed.is_held, signals))
+    job.let_send()
+    assert job.sent == sorted(signals)
+    assert job.steps_told() == [(signum, 8) for signum in sorted(signals)]
+    assert not any(map(job.agreed.is_held, signals))
+
+
+@pytest.mark.parametrize("end", ["failure", "exit"])
+@pytest.mark.parametrize("size", [1, 2])
+def test_each_held_signal_is_told_once_if_the_wait_ends_early(job, end, size):
+    job.train(7)
+    for signum in (10, 15):
+        job.begin(signum, begin_exchange=None if size == 1 else exchange_of(1))
+        job.let_choose()
+    job.agreed.end("a rank has failed") if end == "failure" else job.agreed.cancel()
+    assert job.sent == ([10, 15] if end == "failure" else [])
+    assert [(each.signum, each.step, bool(each.why)) for each in job.told] == [
+        (10, None, True),
+        (15, None, True),
+    ]
+
+
+def test_a_second_signal_shortens_the_hold_of_the_first(job):
+    job.train(7)
+    job.begin(10, hold=60.0)
+    job.begin(15, hold=0.05)
+    job.let_choose()
+    job.put(0, READY=2)
+    begun = time.monotonic()
+    while job.agreed.is_held(10):
+        job.agreed.seconds_left()
+        assert time.monotonic() - begun < 30
+    assert job.sent == [10, 15]
+
+
+def test_a_step_that_other_nodes_may_have_chosen_is_kept_when_a_second_signal_comes(job):
+    job.train(7)
+    job.begin(10, begin_exchange=exchange_of(2))
+    job.let_choose()
+    job.begin(15, begin_exchange=exchange_of(2))
+    assert job.asked(0) == (1, AgreedState.ACT, 8)
+    job.let_send()
+    assert (job.sent, job.asked(0)[:2]) == ([10], (2, AgreedState.WAIT))
+    job.let_send()
+    assert job.sent == [10, 15]
+    assert job.steps_told() == [(10, 8), (15, 9)]
+
+
+def test_a_second_signal_is_not_delayed_by_nodes_that_did_not_get_the_first(job, monkeypatch):
+    monkeypatch.setattr(agreed_step, "_SECOND_SIGNAL_LIMIT", 0.01)
+    job.train(7)
+    job.begin(10, begin_exchange=exchange_of(0))
+    job.begin(15, begin_exchange=exchange_of(2))
+    while job.asked(0)[0] == 1:
+        assert job.agreed.seconds_left() < 1
+    job.let_send()
+    assert job.sent == [10, 15]
+    assert job.steps_told() == [(10, 8), (15, 8)]
+
+
+def test_a_signal_that_comes_after_a_held_stop_waits_with_it(job):
+    job.train(7)
+    job.begin(15)
+    job.decisions.phase = Phase.STOPPING
+    job.agreed.pass_on(10, job.told.append)
+    assert job.sent == []
+    job.let_send()
+    assert job.sent == [10, 15]
+    assert job.steps_told() == [(10, 8), (15, 8)]
 
 
 def test_a_failure_sends_the_signal_that_is_held_back_at_once(job):

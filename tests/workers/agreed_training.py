@@ -8,8 +8,8 @@ heartbeats. ``HANDLER`` says what the script does on SIGUSR1 and, with ``FOLDER`
 - ``note``: the handler prints the step, the place in the loop, and a digest of the state that it could save.
 - ``flag``: the handler sets a flag. The loop looks at the flag after each step, and prints the same there.
   After SIGTERM, the loop also saves the state in ``FOLDER``, and exits with code 7.
-- ``save``: like ``note``, but on SIGTERM, the handler also saves the state in ``FOLDER``, between two
-  barriers as in most scripts, and exits with code 7.
+- ``save``: like ``note``, but with ``FOLDER``, the handler also saves the state there, between two barriers
+  as in most scripts. After SIGTERM, it exits with code 7.
 
 With ``FOLDER``, the training resumes from ``FOLDER/checkpoint``, and ends after ``STEPS`` steps. It prints
 ``BEGUN RANK`` after three steps, ``ACTED RANK STEP PLACE DIGEST`` at a signal, and ``END RANK DIGEST``.
@@ -166,12 +166,12 @@ class Training:
 def on_signal(signum, _frame):
     if HANDLER == "flag":
         flag.append(signum)
-    elif HANDLER == "save" and signum == signal.SIGTERM:
-        training.act()
+        return
+    training.act()
+    if HANDLER == "save" and FOLDER:
         training.save()
-        os._exit(7)
-    else:
-        training.act()
+        if signum == signal.SIGTERM:
+            os._exit(7)
 
 
 flag = []

@@ -427,8 +427,9 @@ class _Stop:
         finally:
             if is_noticed and signal.getsignal(signum) == self._note:
                 signal.signal(signum, handler)
-        if self._has_come:
-            signal.raise_signal(signum)
+            # Do this also if the handler of an earlier signal has raised an exception.
+            if self._has_come:
+                signal.raise_signal(signum)
 
     def _wait(self, *, is_noticed: bool) -> None:
         words, number = self._words, self._number

@@ -10,7 +10,10 @@ the step after that, it sends the signal. :mod:`elasticrs._engine.inside.boundar
   the maximum time for which it may hold the signal back.
 - **AGREE-2** The agent stops holding a signal back at once if a rank fails, if a second request to stop
   comes, or if the attempt (one start of all workers) ends.
-- **AGREE-3** While the agent asks the workers for nothing, this module does not wake it up.
+- **AGREE-3** Signals that are held back at the same time reach each rank in the same order: first those that
+  do not stop the job, by number, and then the one that stops it. So the ranks of all nodes act alike even if
+  the agents of the nodes get the signals in different orders.
+- **AGREE-4** While the agent asks the workers for nothing, this module does not wake it up.
 """
 
 from __future__ import annotations
@@ -67,6 +70,11 @@ _RESET = 5.0
 _STALL = 5.0
 """Maximum seconds for which a signal is held back after the first rank has stopped to wait for it."""
 
+_SECOND_SIGNAL_LIMIT = 0.5
+"""Maximum seconds for which the nodes may still exchange steps for a signal when another signal has come. An
+exchange that takes longer lacks a node, whose agent may have got only the other signal.
+"""
+
 _SANE_STEPS = 1 << 62
 
 _ALONE = "its ranks get the signal only if its agent gets it, too"
@@ -84,6 +92,7 @@ class Delivery(Value):
         waited: seconds for which the signal was held back.
         paused: longest time in seconds for which a rank has stood still while the signal was held back; 0 if
             the ranks have not agreed.
+        at_once: why the agent did not hold the signal back, if ``step`` is ``None`` and ``why`` is empty.
     """
 
     signum: int
@@ -91,6 +100,7 @@ class Delivery(Value):
     why: str = ""
     waited: float = 0.0
     paused: float = 0.0
+    at_once: str = "none that trains with torch.optim handles it"
 
 
 class RankSteps(Value):
@@ -195,8 +205,9 @@ def look(seen: Mapping[int, RankSteps], number: int, *, is_over: bool) -> Send |
 
 
 class AgreedSteps:
-    """Sends signals to the workers of an agent, one at a time, each at an agreed step (a training step after
-    which all ranks of the job get the signal).
+    """Sends signals to the workers of an agent at agreed steps (an agreed step is a training step after which
+    all ranks of the job get the signal). Signals that come while another one is held back get the same step,
+    or a later one.
 
     Args:
         tracker: sends the signals to the workers, and knows which of them run. If their attempt has no files
@@ -217,6 +228,7 @@ class AgreedSteps:
         self._keep_grace = job.keep_grace
         self._number = 0
         self._open: _Request | None = None
+        self._queued: list[_Held] = []
         self._reset_at: float | None = None
         self.is_asking = False
 
@@ -236,7 +248,7 @@ class AgreedSteps:
             return ()
 
         hold = hold_of_stop(action.grace, by_hand=action.signum in KEYBOARD)
-        self.begin(action.signum, hold, send, tell, self._exchange("stop"))
+        self.begin(action.signum, hold, send, tell, self._exchange("stop"), is_stop=True)
 
     def pass_on(self, signum: int, tell: Tell | None) -> None:
         """Send a signal to the workers without stopping the job. If all ranks can agree on a training step,
@@ -248,7 +260,7 @@ class AgreedSteps:
             return self._tracker.forward(signum, are_running=self._decisions.phase.has_workers)
 
         is_running = self._decisions.phase is machine.Phase.RUNNING
-        if not is_running or not self._can_agree():
+        if self._open is None and not (is_running and self._can_agree()):
             send(0.0)
             if tell is not None:
                 tell(Delivery(signum, None, _APART if is_running else ""))
@@ -286,7 +298,10 @@ class AgreedSteps:
 
     def is_held(self, signum: int) -> bool:
         """Return true if a signal of this number is held back. Then another one requests nothing new."""
-        return self._open is not None and self._open.signum == signum
+        return any(each.signum == signum for each in self._all_held())
+
+    def _all_held(self) -> list[_Held]:
+        return [] if self._open is None else [*self._open.held, *self._queued]
 
     def begin(
         self,
@@ -295,6 +310,8 @@ class AgreedSteps:
         send: Callable[[float], Sequence[int]],
         tell: Tell | None = None,
         begin_exchange: BeginExchange | None = None,
+        *,
+        is_stop: bool = False,
     ) -> None:
         """Hold a signal back until all ranks stand at the start of the same training step, but for at most
         ``hold`` seconds. Then call ``send`` to send the signal, and call ``tell``. Does not block.
@@ -307,22 +324,39 @@ class AgreedSteps:
             tell: function that is told how the signal was sent.
             begin_exchange: function that begins to tell the other nodes how many steps the ranks of this
                 node have ended. Does not block. ``None`` if all ranks are on this node.
+            is_stop: true if the signal stops the workers.
         """
-        self.end("another signal came")
         now = time.monotonic()
-        request = _Request(signum, now, hold, send, tell)
-        request.begin_exchange = begin_exchange
-        steps = self._rank_steps()
-        if not self._may_help(signum, steps):
-            self._deliver(request, Send())
+        new = _Held(signum, now, now + hold, send, tell, begin_exchange, is_stop)
+        request = self._open
+        if request is None:
+            if self._may_help(signum, self._rank_steps()):
+                self._ask([new])
+            else:
+                self._deliver(_Request([new], now), Send())
             return
+        request.until = min(request.until, new.until)
+        if new.by_order() < request.last.by_order():
+            # Keep the request, because the ranks wait for its last signal, and get the new signal before.
+            request.held = sorted([*request.held, new], key=_Held.by_order)
+            return
+        self._queued.append(new)
+        if request.last.begin_exchange is None:
+            self._ask_for_all(request)
+        else:
+            # Do not ask again yet: other nodes may have chosen the step already, and sent the signal.
+            request.exchange_until = min(request.exchange_until, now + _SECOND_SIGNAL_LIMIT)
+
+    def _ask(self, held: Sequence[_Held]) -> None:
+        """Ask the workers to wait for a common step, after which they get the signals ``held``."""
         self._number += 1
+        request = self._open = _Request(held, time.monotonic())
         until = int((request.until + self._keep_grace + 1) * 1e9)
-        self._write(Agreed.STEP, 0, signum, until)
+        self._write(Agreed.STEP, 0, request.last.signum, until)
         self._write(Agreed.PAUSED, 0)
         self._write(Agreed.NUMBER, self._number)
         self._write(Agreed.STATE, AgreedState.WAIT)
-        self._open, self._reset_at, self.is_asking = request, None, True
+        self._reset_at, self.is_asking = None, True
 
     def _may_help(self, signum: int, steps: Mapping[int, RankSteps]) -> bool:
         """Return true if the moment of the signal matters to a rank: if the job trains, and the rank handles
@@ -346,8 +380,11 @@ class AgreedSteps:
             if now - request.asked < _SETTLE:
                 return _SETTLE
             chosen = self._choose(request, steps)
-            if chosen is None and now < min(request.asked + _EXCHANGE_LIMIT, request.until):
+            if chosen is None and now < min(request.exchange_until, request.until):
                 return _TICK
+            if chosen is None and self._queued:
+                self._ask_for_all(request)
+                return _SETTLE
             if isinstance(chosen, int):
                 request.step = chosen
                 self._write(Agreed.STEP, chosen)
@@ -363,7 +400,13 @@ class AgreedSteps:
                 return _TICK if now - request.asked < _SOON else _LATER_TICK
             decision = found
         self._deliver(request, decision)
-        return self._reset(now)
+        return self._reset(now) if self._open is None else _SETTLE
+
+    def _ask_for_all(self, request: _Request) -> None:
+        """Ask the workers again for a common step, for the signals of the request and those in the queue."""
+        request.close()
+        held, self._queued = [*request.held, *self._queued], []
+        self._ask(held)
 
     def _choose(self, request: _Request, steps: Mapping[int, RankSteps]) -> int | Send | None:
         """Choose the step after which all ranks get the signal, if necessary together with the other nodes.
@@ -372,10 +415,10 @@ class AgreedSteps:
         exchange = request.exchange
         if exchange is None:
             own = progress(steps, request.until)
-            if request.begin_exchange is None:
+            if request.last.begin_exchange is None:
                 return own if isinstance(own, Send) else common_step([own])
             told = b"" if isinstance(own, Send) else own.encoded()
-            exchange = request.exchange = request.begin_exchange(told)
+            exchange = request.exchange = request.last.begin_exchange(told)
             if isinstance(own, Send):
                 return own
         if exchange.is_lost:
@@ -388,36 +431,45 @@ class AgreedSteps:
             return Send(f"another node did not answer ({type(error).__name__}); {_ALONE}")
 
     def end(self, why: str) -> None:
-        """If a signal is held back, send it now. ``why``: reason why the ranks are not at the agreed step."""
+        """Send all held signals now. ``why``: reason why the ranks are not at the agreed step."""
         if self._open is not None:
             self._deliver(self._open, Send(why))
 
     def cancel(self) -> None:
-        """If a signal is held back, do not send it any more, because the workers have exited."""
+        """Do not send the signals any more that are held back, because the workers have exited."""
         if (request := self._open) is not None:
-            self._open, self.is_asking = None, False
+            held, now = self._all_held(), time.monotonic()
+            self._open, self._queued, self.is_asking = None, [], False
             request.close()
-            if request.tell is not None:
-                why = "the workers have exited"
-                request.tell(Delivery(request.signum, None, why, time.monotonic() - request.asked))
+            for each in held:
+                if each.tell is not None:
+                    each.tell(Delivery(each.signum, None, "the workers have exited", now - each.since))
 
     def _deliver(self, request: _Request, decision: Send) -> None:
         was_open, self._open = self._open is request, None
         request.close()
+        held, queued, self._queued = request.held, self._queued, []
+        if decision.why:
+            # Hold no signal back for a step of its own if the ranks could not agree on the first step.
+            held, queued = sorted([*held, *queued], key=_Held.by_order), []
         now = time.monotonic()
-        waited = now - request.asked
-        deaf = request.send(waited)
         step = request.step if was_open and not decision.why else None
-        paused = 0.0
-        if step is not None:
-            stood = [now - each.ready_at + each.paused for each in self._rank_steps().values()]
-            paused = min(waited, max(stood, default=0.0))
+        ranks = () if step is None else self._rank_steps().values()
+        stood = max((now - each.ready_at + each.paused for each in ranks), default=0.0)
+        # Send all signals before anything is printed, because the ranks wait for them.
+        deaf = [each.send(now - each.since) for each in held]
         if was_open:
             self._write(Agreed.STATE, AgreedState.NONE if decision.why else AgreedState.SENT)
             self._reset_at = now + _RESET
-            self._say(phrases.agreed(request.signum, step, decision.why, waited, paused, deaf))
-        if request.tell is not None:
-            request.tell(Delivery(request.signum, step, decision.why, waited, paused))
+        for each, not_sent in zip(held, deaf, strict=True):
+            waited = now - each.since
+            paused = min(waited, stood)
+            if was_open:
+                self._say(phrases.agreed(each.signum, step, decision.why, waited, paused, not_sent))
+            if each.tell is not None:
+                each.tell(Delivery(each.signum, step, decision.why, waited, paused))
+        if queued:
+            self._ask(queued)
 
     def _reset(self, now: float) -> float:
         """When it is time, write into the workers' files that the agent asks for nothing, so that their steps
@@ -440,27 +492,50 @@ class AgreedSteps:
             files.ask(word, values)
 
 
+class _Held(Value):
+    """A signal that is held back.
+
+    Args:
+        since: time at which the signal came, in seconds of the monotonic clock.
+        until: time until which it may be held back.
+        is_stop: true if the signal stops the workers.
+    """
+
+    signum: int
+    since: float
+    until: float
+    send: Callable[[float], Sequence[int]]
+    tell: Tell | None
+    begin_exchange: BeginExchange | None
+    is_stop: bool
+
+    def by_order(self) -> tuple[bool, int]:
+        """Return a key that sorts signals in the order in which a rank gets them."""
+        return self.is_stop, self.signum
+
+
 class _Request:
-    """A request of the agent to the workers to stop at a common step, with the signal that is held back."""
+    """A request of the agent to the workers to stop at a common step, with the signals that are held back.
 
-    __slots__ = (
-        *("asked", "begin_exchange", "exchange", "first_ready", "send", "signum", "step", "tell", "until"),
-    )
+    Attributes:
+        held: the signals, in the order in which the ranks get them.
+        until: time at which the signals are sent in any case, in seconds of the monotonic clock.
+        exchange_until: time until which the agent waits for the other nodes to tell their steps.
+    """
 
-    def __init__(
-        self,
-        signum: int,
-        asked: float,
-        hold: float,
-        send: Callable[[float], Sequence[int]],
-        tell: Tell | None,
-    ) -> None:
-        self.signum, self.asked, self.send, self.tell = signum, asked, send, tell
-        self.until = asked + hold
+    def __init__(self, held: Sequence[_Held], asked: float) -> None:
+        self.held: Sequence[_Held] = sorted(held, key=_Held.by_order)
+        self.asked = asked
+        self.until = min(each.until for each in held)
+        self.exchange_until = asked + _EXCHANGE_LIMIT
         self.first_ready: float | None = None
         self.step: int | None = None
-        self.begin_exchange: BeginExchange | None = None
         self.exchange: Exchange | None = None
+
+    @property
+    def last(self) -> _Held:
+        """The signal for which the ranks wait, because they get it last."""
+        return self.held[-1]
 
     def close(self) -> None:
         if self.exchange is not None:

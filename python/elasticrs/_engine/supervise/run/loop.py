@@ -434,10 +434,15 @@ class Agent:
             self._agreed.stop(action, tell)
             return
         self._tracker.stop(action)
+        self._tell_at_once(action.signum, tell)
+
+    def _tell_at_once(self, signum: int, tell: Tell | None) -> None:
         if tell is not None:
             from elasticrs._engine.supervise.run.agreed_step import Delivery
 
-            tell(Delivery(action.signum))
+            agree = "with --on-failure replace, the workers agree on a step themselves"
+            why = "the workers have just been started" if self.checkpoints is None else agree
+            tell(Delivery(signum, at_once=why))
 
     def pass_on(self, signum: int, tell: Tell | None = None) -> None:
         """Send a signal to the workers without stopping the job; see :meth:`.AgreedSteps.pass_on`. Call
@@ -447,10 +452,7 @@ class Agent:
             self._agreed.pass_on(signum, tell)
             return
         self._tracker.forward(signum, are_running=self._decisions.phase.has_workers)
-        if tell is not None:
-            from elasticrs._engine.supervise.run.agreed_step import Delivery
-
-            tell(Delivery(signum))
+        self._tell_at_once(signum, tell)
 
     def holds(self, signum: int) -> bool:
         """Return true if this signal is being held back until all ranks have made the same step."""

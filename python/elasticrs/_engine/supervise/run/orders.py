@@ -597,7 +597,7 @@ def delivery(ranks: int, sent: Delivery) -> dict[str, Any]:
     elif sent.why:
         how = f"without an agreed step: {sent.why}"
     else:
-        how = "at once: none that trains with torch.optim handles it"
+        how = f"at once: {sent.at_once}"
     fields = {"signal": sent.signum, "step": sent.step, "why": sent.why, "waited": sent.waited}
     return {"code": code, "message": f"{to} {how}", "ranks": ranks, **fields}
 
