@@ -140,6 +140,10 @@ def test_a_second_stop_is_refused_and_one_with_now_kills(start, asked, tmp_path,
         assert asked("stop", "--no-wait")[0] == 0
     code, text = asked("stop")
     assert (code, "already" in text) == (5, True)
+    for order in ("restart", "checkpoint"):
+        code, text = asked(order)
+        assert (code, "the job is being stopped" in text) == (5, True)
+    assert [" being stopped " in asked(question)[1] for question in ("ps", "status")] == [True, True]
     assert asked("stop", "--now")[0] == 0
     assert job.wait() == 1
     told = json.loads(report.read_text())
@@ -290,6 +294,20 @@ def test_without_a_folder_there_is_no_socket(launch, asked, monkeypatch):
     assert job.wait() == 0
     assert "socket" not in job.stderr
     assert asked("ps")[0] == 0
+
+
+def test_another_stop_is_refused_on_the_other_node(launch, worker_script, sockets, asked):
+    command = (*meeting("2"), "--shutdown-timeout=600", worker_script(STUBBORN))
+    agents = [launch(*command, env={"ELASTICRS_CONTROL_DIR": str(sockets)}) for _ in range(2)]
+    for agent in agents:
+        agent.wait_for_line("here")
+    assert asked("stop", "--no-wait", f"--job={agents[0].pid}")[0] == 0
+    agents[1].wait_for_line("the job ends: stopping", stream="stderr")
+    code, text = asked("stop", "--no-wait", f"--job={agents[1].pid}")
+    assert (code, "already" in text) == (5, True)
+    assert " being stopped " in asked("status", f"--job={agents[1].pid}")[1]
+    assert asked("stop", "--now", f"--job={agents[1].pid}")[0] == 0
+    assert [agent.wait() for agent in agents] == [1, 1]
 
 
 def test_stop_on_one_node_ends_the_job_on_all(launch, worker_script, sockets, asked):

@@ -23,6 +23,7 @@ class Job:
         )
         self.decisions = SimpleNamespace(
             phase=Phase.RUNNING,
+            is_ending=False,
             calls=self.calls,
             hosts_store=False,
             claim_drain=lambda **claim: self.claims.append(claim),

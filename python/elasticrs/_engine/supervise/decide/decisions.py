@@ -47,6 +47,7 @@ class Decisions(ABC):
             block. ``None`` if the agents cannot exchange values.
         failed_elsewhere: true if this node's workers were stopped because workers on another node failed.
         can_end_job: true if a request to stop can also end the job on the other nodes.
+        ends_elsewhere: true if this node's workers are being stopped because another node ends the job.
         leaves: true if this node was asked to leave the job, which other nodes can continue.
         serve: function that carries out requests of other nodes' agents. It is set before :meth:`open`.
     """
@@ -62,6 +63,7 @@ class Decisions(ABC):
     failed_elsewhere = False
     begin_exchange: Callable[[str, bytes], Exchange] | None = None
     can_end_job = True
+    ends_elsewhere = False
     leaves = False
     serve: Serve | None = None
     _supervisor: _core.Supervisor
@@ -89,6 +91,11 @@ class Decisions(ABC):
     def shared_cause(self) -> Mapping[str, Any] | None:
         """Return the fields of the :class:`.Cause` of the last failed round across all nodes, if any."""
         return None
+
+    @property
+    def is_ending(self) -> bool:
+        """True if a user has asked to end the job, or this node's part of it, and it has not ended yet."""
+        return (self.signum is not None or self.ends_elsewhere) and not self.phase.is_terminal
 
     @property
     def others_running(self) -> int:

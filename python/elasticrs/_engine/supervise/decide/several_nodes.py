@@ -349,7 +349,7 @@ class SeveralNodes(Decisions):
 
     def _stop(self, action: messages.Stop) -> list[machine.Action]:
         self.phase = machine.Phase.STOPPING
-        self.failed_elsewhere = action.after_failure
+        self.failed_elsewhere, self.ends_elsewhere = action.after_failure, action.asked
         if action.fenced:
             then = "" if self._require_driver().is_leaving else ", then joining again"
             self._console.say(f"{action.why}; killing the workers of round {action.round}{then}")

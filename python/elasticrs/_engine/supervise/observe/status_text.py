@@ -43,6 +43,8 @@ UNKNOWN = "-"
 def state_of(status: Mapping[str, Any]) -> str:
     if status.get("spare_of") and not status.get("outcome"):
         return "waiting as a spare"
+    if status.get("is_ending") and not status.get("outcome"):
+        return "being stopped"
     state = str(status.get("outcome") or status.get("state"))
     return _STATES.get(state, state)
 

@@ -93,6 +93,7 @@ class Agent:
         self.result.read_history, self.result.find_overdue = decisions.read_history, decisions.find_overdue
         self.result.shared_cause, self.result.node_names = decisions.shared_cause, decisions.node_names
         self.result.others_running = lambda: decisions.others_running
+        self.result.is_ending = lambda: decisions.is_ending
         self.result.ask_others = lambda: self._make_orders().ask_others()
         self.result.others = lambda: [] if self._orders is None else self._orders.others()
         self._events = self._tracker.events

@@ -212,6 +212,8 @@ class Orders:
     def _running_attempt(self) -> Attempt:
         attempt = self._tracker.attempt
         if attempt is None or self._decisions.phase is not machine.Phase.RUNNING:
+            if self._decisions.is_ending:
+                raise Refused("the job is being stopped")
             raise Refused("no workers are running now; try again when elasticctl status says so")
         return attempt
 
@@ -225,7 +227,7 @@ class Orders:
         answer({"code": DONE, "name": self._node})
 
     def _stop(self, order: dict[str, Any], answer: Answer) -> None:
-        is_now, is_stopping = order.get("now") is True, self._decisions.signum is not None
+        is_now, is_stopping = order.get("now") is True, self._decisions.is_ending
         if is_stopping and not is_now:
             raise Refused("the job is being stopped already; --now kills the workers at once")
         what = "the job" if self._decisions.can_end_job else "this node's part of the job"
