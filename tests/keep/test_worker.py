@@ -624,7 +624,7 @@ def test_the_end_of_a_copy_does_not_let_the_program_change_what_the_next_one_rea
         worker.run("train(1); train(2); train(3); train(4)")
         worker.run("it = keeper._active._copier; it._live.acquire(); gate.set()")
         assert not worker.run("it._is_copied.wait(0.3)")
-        worker.run("it._live.release(); train(5)")
+        worker.run("it._live.release(); train(5); it.wait_until_complete(60)")
         with closing(agent.file()) as file:
             assert {slot.complete_step for slot in file.slots} >= {4}
         worker.kill()
