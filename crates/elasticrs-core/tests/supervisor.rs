@@ -160,7 +160,9 @@ fn a_lost_nursery_ends_the_group_and_is_replaced_for_the_next_group() {
     else {
         panic!("{end:?}");
     };
-    assert_eq!(swept.ended.len(), 1, "the daemon was found and ended");
+    // The sweep may also find a process of the lost nursery that has not exited yet.
+    let daemons = swept.ended.iter().filter(|each| each.command == "testkit-worker").count();
+    assert_eq!(daemons, 1, "the daemon was found and ended: {swept:?}");
 
     supervisor.start(group(vec![worker(&["exit", "0"])])).unwrap();
     assert_eq!(outcome(&until_end(&supervisor).1), Outcome::Succeeded);
