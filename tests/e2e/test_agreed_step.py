@@ -111,15 +111,18 @@ def test_the_ranks_of_two_nodes_are_asked_in_the_same_step(launch, worker_script
         assert "at different steps" not in each.stderr
 
 
-@pytest.mark.parametrize("source", [IN_STEP, BEATS], ids=["checkpoint_requested", "heartbeat"])
-def test_all_ranks_are_asked_in_the_same_step_if_both_signals_come_at_once(job, source):
-    launched = job(source)
+def stops_after_both_signals(launched):
     launched.signal(signal.SIGUSR1)
     launched.signal(signal.SIGTERM)
     launched.exits(1)
     found = acted(launched, 2)
     assert found["0"] == found["1"]
     assert found["0"][-1][1] == "stop"
+
+
+@pytest.mark.parametrize("source", [IN_STEP, BEATS], ids=["checkpoint_requested", "heartbeat"])
+def test_all_ranks_are_asked_in_the_same_step_if_both_signals_come_at_once(job, source):
+    stops_after_both_signals(job(source))
 
 
 def test_a_stop_is_not_lost_if_the_handler_of_the_signal_before_it_raises_an_exception(job):
@@ -130,13 +133,7 @@ def test_a_stop_is_not_lost_if_the_handler_of_the_signal_before_it_raises_an_exc
     caught += "            while not wishes:\n                os.sched_yield()\n"
     caught += "            wish = wishes.pop()\n"
     source = BEATS.replace("    def checkpoint_requested", f"{fail}    def checkpoint_requested")
-    launched = job(source.replace(begin, caught))
-    launched.signal(signal.SIGUSR1)
-    launched.signal(signal.SIGTERM)
-    launched.exits(1)
-    found = acted(launched, 2)
-    assert found["0"] == found["1"]
-    assert found["0"][-1][1] == "stop"
+    stops_after_both_signals(job(source.replace(begin, caught)))
 
 
 def test_a_signal_ends_a_forked_child_of_a_program_that_asks_in_each_step(launch, worker_script):

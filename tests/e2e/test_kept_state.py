@@ -333,16 +333,22 @@ def plans_after(run, *options, nproc=2):
     return plans[0]
 
 
-@pytest.mark.parametrize("how", ["fail", "stop"])
-def test_steps_after_the_saved_one_are_counted_as_lost(run, saving, tmp_path, how):
-    folder = tmp_path / "saved"
-    job = saving(how, f"--keep-save={folder}", ended=199)
+def saved_by(job, how, folder):
+    """Wait until the job has failed, or stop it. Return the folder with the state that it has saved."""
     if how == "stop":
         job.wait_for_line("KEPT")
         job.wait_for_line("KEPT")
         job.signal(signal.SIGTERM)
     job.wait()
     (saved,) = folder.iterdir()
+    return saved
+
+
+@pytest.mark.parametrize("how", ["fail", "stop"])
+def test_steps_after_the_saved_one_are_counted_as_lost(run, saving, tmp_path, how):
+    folder = tmp_path / "saved"
+    job = saving(how, f"--keep-save={folder}", ended=199)
+    saved = saved_by(job, how, folder)
     assert f"step 12 is saved in {saved}, 187 steps lost; the next job" in job.stderr
     # In the second attempt of the next job, no copy is in memory either.
     fails = "join(ended=212 if attempt else 202); sys.exit(1 - attempt)"
@@ -356,12 +362,7 @@ def test_steps_after_the_saved_one_are_counted_as_lost(run, saving, tmp_path, ho
 def test_state_of_a_job_that_ends_without_success_is_saved_for_the_next_one(run, saving, tmp_path, how):
     folder = tmp_path / "saved"
     job = saving(how, f"--keep-save={folder}")
-    if how == "stop":
-        job.wait_for_line("KEPT")
-        job.wait_for_line("KEPT")
-        job.signal(signal.SIGTERM)
-    job.wait()
-    (saved,) = folder.iterdir()
+    saved = saved_by(job, how, folder)
     assert f"step 12 is saved in {saved}" in job.stderr
     assert (") is saved in" in job.stderr) == (how == "fail")
     for rank, plan in plans_after(run, f"--keep-save={folder}").items():
