@@ -97,15 +97,35 @@ def test_any_node_is_drained_from_another_one_and_stays_out(nodes, sockets, aske
     assert [agent.wait() for agent in rest] == [1, 1]
 
 
-def test_commands_know_the_present_nodes_although_no_worker_was_restarted(nodes, sockets, asked):
-    job = nodes("2:4", 3, "--on-failure=replace")
-    host, left, stays = job.by_host()
+def test_commands_and_events_know_the_present_nodes_although_no_worker_was_restarted(
+    nodes, sockets, asked, tmp_path
+):
+    options = ("--on-failure=replace", "--max-restarts=1", f"--event-log-handler=file:{tmp_path}/events")
+    job = nodes("2:4", 3, *options)
+    host, *others = job.by_host()
+    left, stays = sorted(others, key=lambda agent: status_of(sockets, agent)["group"]["rank"])
     names = {agent.pid: status_of(sockets, agent)["host"] for agent in job.agents}
     code, text = asked("drain", names[left.pid], f"--job={stays.pid}")
     assert (code, "is running on 2 nodes, after" in text) == (0, True), text
     assert left.wait() == 1
     code, text = asked("drain", names[stays.pid], f"--job={host.pid}")
     assert (code, "1 node would be left, and the job needs 2" in text) == (5, True), text
+    rank, lost = map(int, stays.wait_for_line(r"here (\d+) (\d+)\.").groups())
+    os.kill(lost, signal.SIGKILL)
+    # A node with a lower rank has left, so the new worker does not get the rank that the lost one began with.
+    begun, new = map(int, stays.wait_for_lines(r"here (\d+) (\d+)\.", 2)[1].groups())
+
+    def told():
+        events = [json.loads(line)["metadata"] for line in (tmp_path / "events").read_text().splitlines()]
+        facts = {
+            each["worker_id"]: [each[name] for name in ("state", "global_rank", "group_rank")]
+            for each in events
+        }
+        return facts.get(str(new)), facts[str(lost)]
+
+    first, last = wait_until(told, lambda found: found[0] is not None)
+    now = [rank - 1] * 2
+    assert (begun, first, last) == (rank - 1, ["START", *now], ["FAILED", *now])
     late = job.start()
     present = [host, stays, late]
     wait_until(lambda: {sizes(sockets, agent) for agent in present}, lambda found: found == {("HEALTHY", 3)})

@@ -1,8 +1,9 @@
-"""Tests for the line about the first failure, and for the summary line at the end of a job: duration,
-restarts, node changes and goodput.
+"""Tests for the line about the first failure, for the summary line at the end of a job (duration, restarts,
+node changes and goodput), and for what the server of the control socket is told.
 """
 
 import time
+from types import SimpleNamespace
 
 import pytest
 from helpers.attempts import adopted, exited, failed, raised, stamped
@@ -11,7 +12,7 @@ from elasticrs._engine.job.config import JobSpec
 from elasticrs._engine.job.phrases import goodput
 from elasticrs._engine.supervise.attempts.attempt import Attempt, JobResult
 from elasticrs._engine.supervise.attempts.state_machine import Phase
-from elasticrs._engine.supervise.observe.observer import TerminalReporter, productive_ns
+from elasticrs._engine.supervise.observe.observer import Outliner, TerminalReporter, productive_ns
 from elasticrs._engine.workers.plan import NodeShare, Plan, assign
 
 S = 1_000_000_000
@@ -100,3 +101,18 @@ def test_import_time_counts_as_productive_for_warm_and_cold_workers():
     warm = attempt_of(1, 0, planned=1 * S, imported=30 * S, started=31 * S, ended=100 * S)
     assert productive_ns([cold]) == 98 * S
     assert productive_ns([warm]) == 99 * S
+
+
+def test_the_control_socket_is_told_the_present_ranks_after_nodes_have_joined_or_left():
+    told, nodes = [], [NodeShare("default", 1)] * 3
+    server = SimpleNamespace(outline=lambda _, attempt=None: told.append(attempt))
+    outliner = Outliner(JobSpec(1, "job"), server)
+    attempt = adopted(Attempt(1, 0, Plan(assign(nodes, 2), "a", 1)), 100)
+    outliner.running(JobResult(attempts=[attempt]))
+    outliner.quiet()
+    attempt.plan.ranks, attempt.agents_round = assign(nodes[:2], 1), 2
+    outliner.quiet()
+    assert [(number, placed, workers) for _, number, _, placed, _, workers in told[1:]] == [
+        (1, (2, 3, 3), [(2, 0, 100)]),
+        (2, (1, 2, 2), [(1, 0, 100)]),
+    ]

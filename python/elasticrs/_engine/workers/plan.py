@@ -181,6 +181,18 @@ class Plan(Record):
             self.port.close()
 
 
+def rank_variables(ranks: WorkerRanks) -> dict[str, str]:
+    """Return the variables with ranks and world sizes that change if a node joins or leaves."""
+    return {
+        "RANK": str(ranks.global_rank),
+        "GROUP_RANK": str(ranks.group_rank),
+        "ROLE_RANK": str(ranks.role_rank),
+        "WORLD_SIZE": str(ranks.world_size),
+        "GROUP_WORLD_SIZE": str(ranks.group_world_size),
+        "ROLE_WORLD_SIZE": str(ranks.role_world_size),
+    }
+
+
 def worker_env(
     ranks: WorkerRanks,
     job: JobSpec,
@@ -192,15 +204,10 @@ def worker_env(
 ) -> dict[str, str]:
     """Return the variables that the agent sets for a worker, except ``TORCHELASTIC_ERROR_FILE``."""
     return {
-        "RANK": str(ranks.global_rank),
+        **rank_variables(ranks),
         "LOCAL_RANK": str(ranks.local_rank),
-        "GROUP_RANK": str(ranks.group_rank),
-        "ROLE_RANK": str(ranks.role_rank),
         "ROLE_NAME": ranks.role,
         "LOCAL_WORLD_SIZE": str(ranks.local_world_size),
-        "WORLD_SIZE": str(ranks.world_size),
-        "GROUP_WORLD_SIZE": str(ranks.group_world_size),
-        "ROLE_WORLD_SIZE": str(ranks.role_world_size),
         "MASTER_ADDR": plan.master_addr,
         "MASTER_PORT": str(plan.master_port),
         "TORCHELASTIC_RESTART_COUNT": str(restarts),

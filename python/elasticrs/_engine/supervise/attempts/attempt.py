@@ -40,9 +40,9 @@ class Attempt(EventLog):
 
     Attributes:
         restarts: number of charged restarts.
-        ranks: present ranks and world sizes of the workers. With ``--on-failure replace`` on several nodes,
-            they change when a node joins or leaves, and then differ from those in the plan.
-        agents_round: number of the agents' present round. It changes when ``ranks`` does.
+        plan: present ranks and addresses of the workers. With ``--on-failure replace`` on several nodes, the
+            ranks change when a node joins or leaves.
+        agents_round: number of the agents' present round. It changes when the ranks in the plan do.
         name: name of the log directory.
         paths: files of the attempt. There are none until its workers are about to be started.
         variables: variables added to each worker's environment, by local rank.
@@ -75,7 +75,7 @@ class Attempt(EventLog):
     ) -> None:
         super().__init__(replaces=replaces)
         self.round, self.restarts, self.plan, self.name = round, restarts, plan, name
-        self.agents_round, self.ranks = round, plan.ranks
+        self.agents_round = round
         self.paths, self.files = paths or LogPaths(), files or FileAccess()
         self.variables: dict[int, dict[str, str]] = {}
         self.met: dict[int, Met] = {}
@@ -97,7 +97,7 @@ class Attempt(EventLog):
     @property
     def world_size(self) -> int:
         """Present number of workers on all nodes."""
-        return self.ranks[0].world_size
+        return self.plan.ranks[0].world_size
 
     @property
     def phases(self) -> Mapping[str, float]:
@@ -123,10 +123,10 @@ class Attempt(EventLog):
         if error_file := paths.error_files.get(local_rank):
             path = error_file_of(error_file, pids[local_rank])
             paths = paths.replaced(error_files={**paths.error_files, local_rank: path})
-        failed = Attempt(
-            self.round, self.restarts, self.plan, self.name, paths, replaces=True, files=self.files
-        )
-        failed.agents_round, failed.ranks = self.agents_round, self.ranks
+        # Copy the plan, so that the ranks at the time of the failure are kept.
+        plan = self.plan.replaced()
+        failed = Attempt(self.round, self.restarts, plan, self.name, paths, replaces=True, files=self.files)
+        failed.agents_round = self.agents_round
         self.restarts = restarts
         self.paused.discard(local_rank)
         failed.append(Adopted(pids))
@@ -221,10 +221,10 @@ class Attempt(EventLog):
 
     def global_ranks(self) -> dict[int, int]:
         """Return the workers' global ranks by local rank, all different: from each worker's last rendezvous,
-        or from :attr:`ranks` if it took part in none. If another worker has taken over a worker's rank, the
-        value is a negative placeholder; see :meth:`shown_ranks`.
+        or from the plan if it took part in none. If another worker has taken over a worker's rank, the value
+        is a negative placeholder; see :meth:`shown_ranks`.
         """
-        began = {ranks.local_rank: ranks.global_rank for ranks in self.ranks}
+        began = {ranks.local_rank: ranks.global_rank for ranks in self.plan.ranks}
         if self.plan.members is None:
             return began
         met = {local_rank: self.last_met(local_rank) for local_rank in began}

@@ -135,7 +135,7 @@ class MemberNodes(SeveralNodes):
         attempt, begun = self._attempt, self._begun
         if attempt is not None and begun is not None:
             attempt.agents_round = begun.round
-            attempt.ranks = begun.ranks.workers(NodeShare(self._job.role, self._job.nproc))
+            attempt.plan.ranks = begun.ranks.workers(NodeShare(self._job.role, self._job.nproc))
 
     def _tell_round(self, begun: messages.Start) -> None:
         """Print why a new round has started, unless a line about a replaced worker already says so."""

@@ -287,7 +287,7 @@ def node_evidence(attempt: Attempt, *, is_hang: bool) -> bytes | None:
     this after the workers have exited. If ``is_hang`` is true, a worker hung, and the core (the Rust
     extension) has gathered evidence about all local ranks. Otherwise, a collective failed.
     """
-    stamps, nodes = attempt.stamps, attempt.ranks[0].group_world_size
+    stamps, nodes = attempt.stamps, attempt.plan.ranks[0].group_world_size
     if is_hang:
         facts = _facts(attempt, stamps.get("stopped", stamps.get("failure_seen")))
     else:

@@ -407,7 +407,7 @@ def workers_of(attempt: Attempt, progress: Mapping[int, dict[str, Any]]) -> list
     """
     shown = []
     ranks = attempt.shown_ranks()
-    for each, pid in zip(attempt.ranks, attempt.pids, strict=True):
+    for each, pid in zip(attempt.plan.ranks, attempt.pids, strict=True):
         exited = attempt.exits.get(each.local_rank)
         state = "PAUSED" if each.local_rank in attempt.paused else "RUNNING"
         shown.append({
@@ -493,7 +493,7 @@ def _slowest(standings: Sequence[Standing]) -> dict[str, Any] | None:
 
 
 def _group(attempt: Attempt) -> dict[str, Any]:
-    ranks = attempt.ranks[0]
+    ranks = attempt.plan.ranks[0]
     return {
         "rank": ranks.group_rank,
         "world_size": ranks.group_world_size,

@@ -167,6 +167,8 @@ class Outliner(Observer):
         # The server is in Rust, and stores this number in 32 bits.
         most = min(job.max_restarts, 2**32 - 1)
         self._facts = job.run_id, job.role, job.name, job.nproc, most, job.event_log
+        self._attempt: Attempt | None = None
+        self._round = 0
         server.outline(self._facts)
 
     def running(self, result: JobResult) -> None:
@@ -175,12 +177,18 @@ class Outliner(Observer):
     def replaced(self, attempt: Attempt, failed: Attempt) -> None:  # noqa: ARG002 -- the base class's signature
         self._tell(attempt, attempt.restarts)
 
+    def quiet(self) -> None:
+        """Tell the server the present ranks, if nodes have joined or left while the workers ran."""
+        if self._attempt is not None and self._attempt.agents_round != self._round:
+            self._tell(self._attempt, self._attempt.restarts)
+
     def _tell(self, attempt: Attempt, restarts: int) -> None:
+        self._attempt, self._round = attempt, attempt.agents_round
         first, paths = attempt.plan.ranks[0], attempt.paths
         placed = first.group_rank, first.group_world_size, first.world_size
         folder = paths.run_folder if paths.have_output else None
         workers = [(rank, place, attempt.pids[place]) for place, rank in attempt.shown_ranks().items()]
-        told = attempt.name, attempt.round, restarts, placed, folder, workers
+        told = attempt.name, self._round, restarts, placed, folder, workers
         self._server.outline(self._facts, told)
 
 

@@ -421,7 +421,7 @@ class Orders:
             answer({"code": DONE, "message": told})
             return
         self._require_can_save()
-        if attempt.ranks[0].group_world_size == 1:
+        if attempt.plan.ranks[0].group_world_size == 1:
             self._agent.pass_on(signal.SIGUSR1, partial(_tell_delivery, answer, self._count()))
         elif self._decisions.calls is None:
             raise Refused(
@@ -619,7 +619,7 @@ def _tell_stacks(
 
         own, world_size = where_running(attempt, STACKS_LIMIT), attempt.world_size
         if others is None:
-            answer({"code": DONE, **own.encoded(attempt.ranks[0].group_world_size, world_size)})
+            answer({"code": DONE, **own.encoded(attempt.plan.ranks[0].group_world_size, world_size)})
             return
         answers = others.get(timeout=CALL_LIMIT + 1)
         found = told_stacks([own, *map(RunningRanks.decoded, answers.values())], world_size)

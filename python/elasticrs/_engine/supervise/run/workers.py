@@ -15,7 +15,13 @@ from elasticrs._engine.job.config import UsageError, hang_limits
 from elasticrs._engine.job.value import Value
 from elasticrs._engine.process.console import wants_colour
 from elasticrs._engine.workers.logs import LogPaths, coloured, line_prefixes
-from elasticrs._engine.workers.plan import KEEP, virtual_local_rank, warm_environment, worker_env
+from elasticrs._engine.workers.plan import (
+    KEEP,
+    rank_variables,
+    virtual_local_rank,
+    warm_environment,
+    worker_env,
+)
 from elasticrs._engine.workers.process import console_stream, follower_of, process_spec
 
 TYPE_CHECKING = False
@@ -247,6 +253,8 @@ def prepare_replacement(
     setup, paths = workers.setup, attempt.paths
     own = attempt.variables[local_rank]
     own["TORCHELASTIC_RESTART_COUNT"] = str(restarts)
+    # Nodes may have joined or left since the start of the attempt.
+    own.update(rank_variables(attempt.plan.ranks[local_rank]))
     own.update(_member(attempt.plan, local_rank))
     error_file = paths.error_files.get(local_rank)
     if error_file:
