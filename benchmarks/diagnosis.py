@@ -14,7 +14,7 @@ from functools import partial
 from elasticrs._engine.hangs import flight_record, stacks
 from elasticrs._engine.hangs.diagnose import RankEvidence, diagnose, diagnose_nodes, observe
 from elasticrs._engine.hangs.node_evidence import encode
-from elasticrs._engine.supervise.failures.hang_diagnosis import limits
+from elasticrs._engine.supervise.hang_diagnosis import limits
 
 ENTRIES = 200
 TENSOR_RANKS = 8

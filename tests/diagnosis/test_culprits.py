@@ -13,7 +13,7 @@ from elasticrs._engine.hangs.culprits import Confidence, Reason
 from elasticrs._engine.hangs.diagnose import RankEvidence, diagnose, observe
 from elasticrs._engine.hangs.flight_record import NoRecord
 from elasticrs._engine.hangs.stacks import Frame
-from elasticrs._engine.supervise.failures.hang_diagnosis import RunningRanks, told_stacks
+from elasticrs._engine.supervise.hang_diagnosis import RunningRanks, told_stacks
 
 CERTAIN, LIKELY, POSSIBLE = Confidence.CERTAIN, Confidence.LIKELY, Confidence.POSSIBLE
 

@@ -11,9 +11,9 @@ from elasticrs._engine.hangs import diagnose as diagnosing
 from elasticrs._engine.hangs.diagnose import diagnose, failed, ranks_text
 from elasticrs._engine.hangs.flight_record import NoRecord
 from elasticrs._engine.job.phrases import spans
-from elasticrs._engine.supervise.attempts.attempt import Attempt
-from elasticrs._engine.supervise.failures import hang_diagnosis
-from elasticrs._engine.supervise.failures.failed_attempt import why_expired
+from elasticrs._engine.supervise import hang_diagnosis
+from elasticrs._engine.supervise.attempt import Attempt
+from elasticrs._engine.supervise.failed_attempt import why_expired
 from elasticrs._engine.supervise.run.tracker import AttemptTracker
 from elasticrs._engine.workers.plan import Plan, WorkerRanks
 

@@ -12,7 +12,7 @@ from helpers.said import says
 
 from elasticrs._engine.cli.command_line import conclude_stopped
 from elasticrs._engine.job.config import JobSpec
-from elasticrs._engine.supervise.attempts.attempt import JobResult
+from elasticrs._engine.supervise.attempt import JobResult
 
 pytestmark = pytest.mark.beyond_torchrun
 

@@ -9,7 +9,7 @@ from helpers.procs import HANG
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elasticrs._engine.supervise.attempts import attempt
+from elasticrs._engine.supervise import attempt
 
 V1 = """\
 31 23 0:28 / /sys/fs/cgroup rw,relatime - tmpfs tmpfs rw,mode=755

@@ -28,10 +28,10 @@ from elasticrs._engine.hangs.culprits import Basis, Blame, Confidence
 from elasticrs._engine.hangs.flight_record import MAX_BYTES, NoRecord
 from elasticrs._engine.hangs.stacks import Frame, MergedStack
 from elasticrs._engine.inside.error_file import write_whole
-from elasticrs._engine.supervise.attempts.attempt import Attempt
-from elasticrs._engine.supervise.failures import hang_diagnosis
-from elasticrs._engine.supervise.failures.failed_attempt import is_collective_failure
-from elasticrs._engine.supervise.failures.hang_diagnosis import diagnose_running, examine, examine_failure
+from elasticrs._engine.supervise import hang_diagnosis
+from elasticrs._engine.supervise.attempt import Attempt
+from elasticrs._engine.supervise.failed_attempt import is_collective_failure
+from elasticrs._engine.supervise.hang_diagnosis import diagnose_running, examine, examine_failure
 from elasticrs._engine.supervise.run.tracker import AttemptTracker
 from elasticrs._engine.workers.logs import LogPaths
 from elasticrs._engine.workers.plan import Plan, WorkerRanks

@@ -16,8 +16,8 @@ from helpers.attempts import exited
 from elasticrs._engine.failures.report import painted
 from elasticrs._engine.inside.error_file import error_document
 from elasticrs._engine.process.console import Console
-from elasticrs._engine.supervise.attempts.attempt import Attempt
-from elasticrs._engine.supervise.failures.failed_attempt import failures
+from elasticrs._engine.supervise.attempt import Attempt
+from elasticrs._engine.supervise.failed_attempt import failures
 from elasticrs._engine.workers.plan import NodeShare, Plan, assign
 from elasticrs.multiprocessing import errors
 from elasticrs.multiprocessing.errors import ChildFailedError, ProcessFailure

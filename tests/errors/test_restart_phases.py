@@ -6,7 +6,7 @@ import pytest
 from helpers.attempts import adopted, attempt_of, failed, raised, stamped
 
 from elasticrs._engine.job.restart_policy import FailureHistory, RestartSettings
-from elasticrs._engine.supervise.attempts.attempt import JobResult, phases
+from elasticrs._engine.supervise.attempt import JobResult, phases
 
 
 def test_restart_phases_cover_the_whole_restart():

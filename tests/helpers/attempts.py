@@ -4,7 +4,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from elasticrs import _core
-from elasticrs._engine.supervise.attempts.attempt import Attempt
+from elasticrs._engine.supervise.attempt import Attempt
 from elasticrs._engine.workers.event_log import Adopted, Stamp
 
 

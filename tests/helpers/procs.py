@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import pytest
 
-from elasticrs._engine.supervise.attempts.attempt import file_text, memory_counters
+from elasticrs._engine.supervise.attempt import file_text, memory_counters
 
 Found = TypeVar("Found")
 

@@ -13,9 +13,9 @@ from helpers.http_client import get, get_json, port_of, wait_until_answers
 from helpers.schema import schemas
 
 from elasticrs._engine.job.config import JobSpec
-from elasticrs._engine.supervise.attempts.attempt import JobResult
-from elasticrs._engine.supervise.attempts.state_machine import Phase
+from elasticrs._engine.supervise.attempt import JobResult
 from elasticrs._engine.supervise.observe.recorder import MetricRecorder
+from elasticrs._engine.supervise.state_machine import Phase
 from elasticrs.metrics.api import add_sink, remove_sink
 
 pytestmark = pytest.mark.beyond_torchrun

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elasticrs._engine.job.restart_policy import Cause, Evidence, RestartSettings, Verdict
-from elasticrs._engine.supervise.attempts.state_machine import (
+from elasticrs._engine.supervise.state_machine import (
     MAX_PORT_RETRIES,
     SIGKILL,
     AgentState,

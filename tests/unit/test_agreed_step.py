@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from elasticrs._engine.inside.keep import layout
 from elasticrs._engine.inside.keep.layout import Agreed, AgreedState
-from elasticrs._engine.supervise.attempts.state_machine import Phase, Stop
 from elasticrs._engine.supervise.run import agreed_step
 from elasticrs._engine.supervise.run.agreed_step import (
     AgreedSteps,
@@ -22,6 +21,7 @@ from elasticrs._engine.supervise.run.agreed_step import (
     look,
     progress,
 )
+from elasticrs._engine.supervise.state_machine import Phase, Stop
 from elasticrs._engine.workers.keep_files import KeepFiles
 from elasticrs._engine.workers.plan import MemoryFiles
 

@@ -14,8 +14,8 @@ from elasticrs._engine.gpus.xids import Xid
 from elasticrs._engine.job.restart_policy import Cause
 from elasticrs._engine.nodes.protocol.records import bound_cause, checked_cause
 from elasticrs._engine.nodes.protocol.round_outcome import failure_of
-from elasticrs._engine.supervise.attempts.attempt import Attempt, JobResult
-from elasticrs._engine.supervise.failures.failed_attempt import (
+from elasticrs._engine.supervise.attempt import Attempt, JobResult
+from elasticrs._engine.supervise.failed_attempt import (
     MAX_LINE,
     MAX_LINES,
     MAX_MESSAGE,

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from elasticrs import _core
 from elasticrs._engine.failures.failure import Clock
 from elasticrs._engine.job.config import JobSpec
-from elasticrs._engine.supervise.attempts import state_machine as machine
-from elasticrs._engine.supervise.attempts.attempt import Attempt, phases
-from elasticrs._engine.supervise.failures.failed_attempt import Place, evidence, facts, first_word, own_cause
+from elasticrs._engine.supervise import state_machine as machine
+from elasticrs._engine.supervise.attempt import Attempt, phases
+from elasticrs._engine.supervise.failed_attempt import Place, evidence, facts, first_word, own_cause
 from elasticrs._engine.supervise.observe import job_report
 from elasticrs._engine.supervise.observe.job_report import all_failures, headline_of
 from elasticrs._engine.supervise.observe.recorder import EventRecorder, MetricRecorder

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elasticrs._engine.inside import flight
-from elasticrs._engine.supervise.failures import hang_diagnosis
+from elasticrs._engine.supervise import hang_diagnosis
 
 SECOND = 10**9
 RANKS = {0: 4, 1: 5, 2: 6, 3: 7}

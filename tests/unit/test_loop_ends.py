@@ -9,8 +9,8 @@ from helpers.attempts import adopted, exited
 
 from elasticrs import _core
 from elasticrs._engine.job.config import JobSpec
-from elasticrs._engine.supervise.attempts import state_machine as machine
-from elasticrs._engine.supervise.attempts.attempt import Attempt
+from elasticrs._engine.supervise import state_machine as machine
+from elasticrs._engine.supervise.attempt import Attempt
 from elasticrs._engine.supervise.decide.decisions import Decisions
 from elasticrs._engine.supervise.run.loop import Agent
 from elasticrs._engine.supervise.run.workers import CommandWorkers, WorkerSetup

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 
 from elasticrs._engine.nodes.calls import RoundPlace
-from elasticrs._engine.supervise.attempts.state_machine import Phase
 from elasticrs._engine.supervise.run.orders import DONE, FAILED, REFUSED, Orders
+from elasticrs._engine.supervise.state_machine import Phase
 
 
 class Job:

@@ -17,12 +17,12 @@ from helpers.procs import HANG
 from elasticrs._engine.job.config import JobSpec, LogSettings, UsageError
 from elasticrs._engine.job.restart_policy import Verdict
 from elasticrs._engine.process.signals import SignalPipe
-from elasticrs._engine.supervise.attempts.state_machine import Phase
 from elasticrs._engine.supervise.decide import decisions, handler_nodes
 from elasticrs._engine.supervise.decide.decisions import plan_one_node
 from elasticrs._engine.supervise.decide.handler_nodes import exchange_ranks, wait_for_others
 from elasticrs._engine.supervise.observe.health_check_server import HealthCheckServer
 from elasticrs._engine.supervise.run_job import make_decisions, run_job
+from elasticrs._engine.supervise.state_machine import Phase
 from elasticrs._engine.workers.plan import NodeShare, node_ranks
 from elasticrs.rendezvous import (
     RendezvousClosedError,

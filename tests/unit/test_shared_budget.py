@@ -6,18 +6,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elasticrs._engine.nodes.protocol import messages
-from elasticrs._engine.supervise.attempts.state_machine import (
-    SIGKILL,
-    SIGTERM,
-    GroupEnded,
-    Replace,
-    ReplaceFailed,
-    Start,
-    StartFailed,
-    Stop,
-    WorkerReplaced,
-    WorkerSwept,
-)
 from elasticrs._engine.supervise.decide.shared_budget import (
     Finish,
     JobEnded,
@@ -30,6 +18,18 @@ from elasticrs._engine.supervise.decide.shared_budget import (
     SayIdle,
     WorkerFailed,
     step,
+)
+from elasticrs._engine.supervise.state_machine import (
+    SIGKILL,
+    SIGTERM,
+    GroupEnded,
+    Replace,
+    ReplaceFailed,
+    Start,
+    StartFailed,
+    Stop,
+    WorkerReplaced,
+    WorkerSwept,
 )
 
 GRACE = 30.0

@@ -10,9 +10,9 @@ from helpers.attempts import adopted, exited, failed, raised, stamped
 
 from elasticrs._engine.job.config import JobSpec
 from elasticrs._engine.job.phrases import goodput
-from elasticrs._engine.supervise.attempts.attempt import Attempt, JobResult
-from elasticrs._engine.supervise.attempts.state_machine import Phase
+from elasticrs._engine.supervise.attempt import Attempt, JobResult
 from elasticrs._engine.supervise.observe.observer import Outliner, TerminalReporter, productive_ns
+from elasticrs._engine.supervise.state_machine import Phase
 from elasticrs._engine.workers.plan import NodeShare, Plan, assign
 
 S = 1_000_000_000

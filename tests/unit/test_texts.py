@@ -19,7 +19,7 @@ from elasticrs._engine.job.phrases import (
     signal_name,
     stop_line,
 )
-from elasticrs._engine.supervise.failures.hang_diagnosis import seconds
+from elasticrs._engine.supervise.hang_diagnosis import seconds
 
 
 def test_restart_and_stop_messages_match_the_golden_file(golden):

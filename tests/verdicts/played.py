@@ -24,12 +24,12 @@ from elasticrs._engine.job.config import ExitCodes
 from elasticrs._engine.job.options import parse
 from elasticrs._engine.job.restart_policy import Cause
 from elasticrs._engine.nodes.protocol import messages
-from elasticrs._engine.supervise.attempts import state_machine as machine
-from elasticrs._engine.supervise.attempts.attempt import Attempt, JobResult
+from elasticrs._engine.supervise import failed_attempt
+from elasticrs._engine.supervise import state_machine as machine
+from elasticrs._engine.supervise.attempt import Attempt, JobResult
 from elasticrs._engine.supervise.decide.decisions import OneNode
 from elasticrs._engine.supervise.decide.several_nodes import has_failed_alone, verdict_of
-from elasticrs._engine.supervise.failures import failed_attempt
-from elasticrs._engine.supervise.failures.failed_attempt import Place, first_seen, first_word, own_cause
+from elasticrs._engine.supervise.failed_attempt import Place, first_seen, first_word, own_cause
 from elasticrs._engine.supervise.observe import job_report
 from elasticrs._engine.workers.logs import LogPaths
 from elasticrs._engine.workers.plan import NodeShare, Plan, assign

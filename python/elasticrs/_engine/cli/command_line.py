@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from elasticrs._engine.job.config import JobSpec
     from elasticrs._engine.process.console import Console
     from elasticrs._engine.process.signals import SignalPipe
-    from elasticrs._engine.supervise.attempts.attempt import JobResult
+    from elasticrs._engine.supervise.attempt import JobResult
     from elasticrs._engine.supervise.decide.decisions import Decisions
     from elasticrs._engine.supervise.run.loop import Agent
 
@@ -164,7 +164,7 @@ def _tell_failure(
         nonlocal is_read
         is_read = write(text)
 
-    from elasticrs._engine.supervise.attempts.state_machine import Phase
+    from elasticrs._engine.supervise.state_machine import Phase
 
     is_stopped = result.signum is not None or result.phase is Phase.STOPPED
     if not is_stopped or _has_failed(result):
@@ -343,7 +343,7 @@ def _make_report_folder(path: str) -> str:
 
 def _conclude(job: JobSpec, result: JobResult, headline: str | None, say: Callable[[str], None]) -> int:
     """Write the JSON report and the termination message. Return the launcher's exit code."""
-    from elasticrs._engine.supervise.attempts.state_machine import Phase
+    from elasticrs._engine.supervise.state_machine import Phase
 
     path = _termination_log() if result.phase is Phase.FAILED else None
     if job.report is None and path is None and (result.exit_code == 0 or job.exit_codes == "torchrun"):
@@ -363,7 +363,7 @@ def _conclude(job: JobSpec, result: JobResult, headline: str | None, say: Callab
 
 
 def conclude_stopped(job: JobSpec, result: JobResult, why: str, say: Callable[[str], None]) -> int:
-    from elasticrs._engine.supervise.attempts.state_machine import Phase
+    from elasticrs._engine.supervise.state_machine import Phase
 
     result.phase, result.message = Phase.FAILED, why
     try:

@@ -304,8 +304,8 @@ def what_to_do(pid: int) -> str:
 
 def _asked_directly(status: dict[str, Any]) -> dict[str, Any]:
     """Get the call stacks of this node's workers without their agent. Raises :class:`Problem`."""
-    from elasticrs._engine.supervise.attempts.attempt import Attempt
-    from elasticrs._engine.supervise.failures.hang_diagnosis import told_stacks, where_running
+    from elasticrs._engine.supervise.attempt import Attempt
+    from elasticrs._engine.supervise.hang_diagnosis import told_stacks, where_running
     from elasticrs._engine.workers.event_log import Adopted
     from elasticrs._engine.workers.logs import LogPaths
     from elasticrs._engine.workers.plan import Plan, WorkerRanks

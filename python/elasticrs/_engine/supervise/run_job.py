@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from elasticrs._engine.job.config import JobSpec
     from elasticrs._engine.process.console import Console
     from elasticrs._engine.process.signals import SignalPipe
-    from elasticrs._engine.supervise.attempts.attempt import JobResult
+    from elasticrs._engine.supervise.attempt import JobResult
     from elasticrs._engine.supervise.decide.decisions import Decisions
     from elasticrs._engine.supervise.observe.health_check_server import HealthCheckServer
     from elasticrs._engine.supervise.observe.observer import Observer

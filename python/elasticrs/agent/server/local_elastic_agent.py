@@ -16,9 +16,8 @@ from elasticrs._engine.job import phrases
 from elasticrs._engine.job.config import JobSpec, LogSettings, MaxRestarts
 from elasticrs._engine.process.console import Console
 from elasticrs._engine.process.signals import catch_signals
-from elasticrs._engine.supervise.attempts.state_machine import Phase
 from elasticrs._engine.supervise.decide.handler_nodes import HandlerNodes
-from elasticrs._engine.supervise.failures.failed_attempt import failures
+from elasticrs._engine.supervise.failed_attempt import failures
 from elasticrs._engine.supervise.observe import make_observers
 from elasticrs._engine.supervise.observe.health_check_server import HealthCheckServer as OurServer
 from elasticrs._engine.supervise.observe.health_check_server import (
@@ -28,6 +27,7 @@ from elasticrs._engine.supervise.observe.health_check_server import (
 from elasticrs._engine.supervise.observe.observer import Observer
 from elasticrs._engine.supervise.run.worker_states import Sleepers
 from elasticrs._engine.supervise.run_job import make_decisions, make_workers, run_job
+from elasticrs._engine.supervise.state_machine import Phase
 from elasticrs._engine.workers.functions.supervised_group import not_started
 from elasticrs._engine.workers.logs import line_prefixes
 from elasticrs._engine.workers.process import check_limits
@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 
     from elasticrs._engine.job.config import Preload
     from elasticrs._engine.nodes.protocol.rendezvous import Rendezvous
-    from elasticrs._engine.supervise.attempts.attempt import Attempt, JobResult
+    from elasticrs._engine.supervise.attempt import Attempt, JobResult
     from elasticrs._engine.supervise.decide.decisions import Decisions
     from elasticrs._engine.supervise.run.loop import Agent
     from elasticrs.multiprocessing.api import LogsSpecs

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 from elasticrs._engine.job import phrases
 from elasticrs._engine.process.console import END_PATIENCE
 from elasticrs._engine.process.signals import StopRequests
-from elasticrs._engine.supervise.attempts import state_machine as machine
-from elasticrs._engine.supervise.failures.failed_attempt import failures
+from elasticrs._engine.supervise import state_machine as machine
+from elasticrs._engine.supervise.failed_attempt import failures
 from elasticrs._engine.supervise.run.tracker import AttemptTracker
 from elasticrs._engine.supervise.run.workers import variables_of
 from elasticrs._engine.workers.functions.interrupts import (
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
     from elasticrs._engine.job.config import JobSpec
     from elasticrs._engine.process.console import Console
-    from elasticrs._engine.supervise.attempts.attempt import Attempt
+    from elasticrs._engine.supervise.attempt import Attempt
     from elasticrs._engine.supervise.observe.observer import Observer
     from elasticrs._engine.supervise.run.workers import Workers
     from elasticrs._engine.workers.plan import Plan

@@ -11,8 +11,8 @@ from elasticrs._engine.failures.failure import Clock
 from elasticrs._engine.job.config import SAFETY_TICK
 from elasticrs._engine.job.restart_policy import FailureHistory
 from elasticrs._engine.process.background_call import BackgroundCall
-from elasticrs._engine.supervise.attempts import state_machine as machine
-from elasticrs._engine.supervise.failures.failed_attempt import evidence
+from elasticrs._engine.supervise import state_machine as machine
+from elasticrs._engine.supervise.failed_attempt import evidence
 from elasticrs._engine.workers.plan import NodeShare, Plan, StorePort, agent_hosts_store, assign
 
 TYPE_CHECKING = False
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from elasticrs._engine.nodes.rendezvous_store import KeptState
     from elasticrs._engine.nodes.transport.store import Store
     from elasticrs._engine.process.signals import SignalPipe
-    from elasticrs._engine.supervise.attempts.attempt import Attempt
+    from elasticrs._engine.supervise.attempt import Attempt
 
 
 class Decisions(ABC):

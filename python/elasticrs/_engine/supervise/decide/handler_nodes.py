@@ -26,7 +26,7 @@ from elasticrs._engine import public
 from elasticrs._engine.job.config import DEFAULT_EXIT_BARRIER_TIMEOUT
 from elasticrs._engine.process.background_call import BackgroundCall
 from elasticrs._engine.process.signals import suspend
-from elasticrs._engine.supervise.attempts import state_machine as machine
+from elasticrs._engine.supervise import state_machine as machine
 from elasticrs._engine.supervise.decide.decisions import OneAgent
 from elasticrs._engine.workers.plan import NodeRanks, NodeShare, Plan, StorePort, node_ranks
 

@@ -14,11 +14,11 @@ from elasticrs._engine.nodes.protocol import messages
 from elasticrs._engine.nodes.protocol.records import workers_of
 from elasticrs._engine.nodes.protocol.round_outcome import nodes, restart_cost
 from elasticrs._engine.nodes.transport.settings import Settings
-from elasticrs._engine.supervise.attempts import state_machine as machine
+from elasticrs._engine.supervise import state_machine as machine
 from elasticrs._engine.supervise.decide import shared_budget as shared
 from elasticrs._engine.supervise.decide.member_workers import among_workers, variables_of_members
 from elasticrs._engine.supervise.decide.several_nodes import SeveralNodes
-from elasticrs._engine.supervise.failures.failed_attempt import facts, first_word, own_cause
+from elasticrs._engine.supervise.failed_attempt import facts, first_word, own_cause
 from elasticrs._engine.workers.plan import NodeShare, Plan
 
 TYPE_CHECKING = False
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from elasticrs._engine.job.restart_policy import Cause, Meetings
     from elasticrs._engine.nodes.protocol.rendezvous import Rendezvous
     from elasticrs._engine.process.console import Console
-    from elasticrs._engine.supervise.attempts.attempt import Attempt
+    from elasticrs._engine.supervise.attempt import Attempt
 
 _PHASES = {"running": machine.Phase.RUNNING, "stopping": machine.Phase.STOPPING}
 

@@ -13,7 +13,7 @@ from elasticrs._engine.nodes.protocol.records import workers_job, workers_scope
 from elasticrs._engine.nodes.rendezvous_store import CannotHost, RendezvousStore
 from elasticrs._engine.nodes.transport.addresses import shown_endpoint
 from elasticrs._engine.nodes.transport.coordination import scoped_token
-from elasticrs._engine.supervise.attempts import state_machine as machine
+from elasticrs._engine.supervise import state_machine as machine
 from elasticrs._engine.supervise.decide.decisions import OneNode
 from elasticrs._engine.workers.plan import NCCL_ENDS_PROCESSES
 

@@ -18,9 +18,9 @@ from elasticrs._engine.nodes.hosting import SystemResolver, decide_hosting
 from elasticrs._engine.nodes.protocol import messages
 from elasticrs._engine.nodes.protocol.records import silence_of, step_of
 from elasticrs._engine.nodes.rendezvous_store import node_name
-from elasticrs._engine.supervise.attempts import state_machine as machine
+from elasticrs._engine.supervise import state_machine as machine
 from elasticrs._engine.supervise.decide.decisions import Decisions
-from elasticrs._engine.supervise.failures.failed_attempt import (
+from elasticrs._engine.supervise.failed_attempt import (
     Place,
     first_seen,
     first_word,
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from elasticrs._engine.nodes.protocol.rendezvous import Rendezvous
     from elasticrs._engine.process.background_call import BackgroundCall
     from elasticrs._engine.process.console import Console
-    from elasticrs._engine.supervise.attempts.attempt import Attempt
+    from elasticrs._engine.supervise.attempt import Attempt
 
 _NOW = " (elasticctl stop --now kills them at once)"
 
@@ -286,7 +286,7 @@ class SeveralNodes(Decisions):
 
     def _evidence(self, attempt: Attempt) -> bytes | None:
         try:
-            from elasticrs._engine.supervise.failures.hang_diagnosis import node_evidence
+            from elasticrs._engine.supervise.hang_diagnosis import node_evidence
 
             return attempt.files.run(partial(node_evidence, attempt, is_hang=self._gathers_evidence), None)
         # An error in the diagnosis code must not end the job without a report.

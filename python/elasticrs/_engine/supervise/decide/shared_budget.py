@@ -21,7 +21,7 @@ from __future__ import annotations
 from elasticrs._engine.job.restart_policy import has_not_met_since, without
 from elasticrs._engine.job.value import Value
 from elasticrs._engine.nodes.protocol import messages
-from elasticrs._engine.supervise.attempts.state_machine import (
+from elasticrs._engine.supervise.state_machine import (
     SIGKILL,
     SIGTERM,
     Event,

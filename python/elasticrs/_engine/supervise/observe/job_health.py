@@ -16,10 +16,10 @@ from elasticrs._engine import public
 from elasticrs._engine.job import phrases
 from elasticrs._engine.job.config import hang_limits
 from elasticrs._engine.job.phrases import headline
-from elasticrs._engine.supervise.attempts.state_machine import AnnounceRestart, Phase, Start, Stop
-from elasticrs._engine.supervise.failures.failed_attempt import first_seen, seen_failure
+from elasticrs._engine.supervise.failed_attempt import first_seen, seen_failure
 from elasticrs._engine.supervise.observe.observer import Observer
 from elasticrs._engine.supervise.observe.slow_workers import slowest
+from elasticrs._engine.supervise.state_machine import AnnounceRestart, Phase, Start, Stop
 from elasticrs._engine.workers.keep_files import Progress
 
 if TYPE_CHECKING:
@@ -28,10 +28,10 @@ if TYPE_CHECKING:
 
     from elasticrs import _core
     from elasticrs._engine.job.config import JobSpec
-    from elasticrs._engine.supervise.attempts.attempt import Attempt, JobResult
-    from elasticrs._engine.supervise.attempts.state_machine import Action
+    from elasticrs._engine.supervise.attempt import Attempt, JobResult
     from elasticrs._engine.supervise.observe.health_check_server import HealthCheckServer
     from elasticrs._engine.supervise.observe.observer import TakeOrders
+    from elasticrs._engine.supervise.state_machine import Action
     from elasticrs._engine.workers.node_page import Standing
     from elasticrs._engine.workers.plan import Plan
 
@@ -165,7 +165,7 @@ class HealthObserver(Observer):
             least = limit if isinstance(limit, float | int) else (hang_limits(limit)[1] if limit else None)
             left = (60.0 if least is None else least) - (time.monotonic_ns() - since_ns) / 1e9
             if left > _TIME_TO_ASK:
-                from elasticrs._engine.supervise.failures.hang_diagnosis import diagnose_running
+                from elasticrs._engine.supervise.hang_diagnosis import diagnose_running
 
                 def ask() -> None:
                     found = diagnose_running(attempt, 1.0)
@@ -451,7 +451,7 @@ def no_progress(
     seconds = (now_ns - max(beat.at_ns for beat in beats)) / 1e9
     if seconds < PROGRESS_LIMIT:
         return None
-    from elasticrs._engine.supervise.failures.hang_diagnosis import step_text
+    from elasticrs._engine.supervise.hang_diagnosis import step_text
 
     places: dict[tuple[float, str], list[int]] = {}
     for beat in beats:

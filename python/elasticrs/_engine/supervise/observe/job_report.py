@@ -24,8 +24,8 @@ from elasticrs._engine.failures.report import format_report
 from elasticrs._engine.job import phrases
 from elasticrs._engine.job.restart_policy import Verdict
 from elasticrs._engine.process.background_call import FileAccess
-from elasticrs._engine.supervise.attempts.state_machine import SIGKILL, Phase
-from elasticrs._engine.supervise.failures.failed_attempt import failures, last_heartbeats, told_here
+from elasticrs._engine.supervise.failed_attempt import failures, last_heartbeats, told_here
+from elasticrs._engine.supervise.state_machine import SIGKILL, Phase
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
     from elasticrs._engine.gpus.xids import Xid
     from elasticrs._engine.job.config import ExitCodes, JobSpec
-    from elasticrs._engine.supervise.attempts.attempt import Attempt, JobResult
+    from elasticrs._engine.supervise.attempt import Attempt, JobResult
 
     Failures = Mapping[int, ProcessFailure]
 

@@ -11,13 +11,13 @@ import time
 from functools import partial
 
 from elasticrs._engine.job import phrases
-from elasticrs._engine.supervise.attempts.state_machine import AnnounceRestart, Phase, ReportFailure
-from elasticrs._engine.supervise.failures.failed_attempt import (
+from elasticrs._engine.supervise.failed_attempt import (
     early_leavers,
     first_of,
     first_seen,
     how_it_was_seen,
 )
+from elasticrs._engine.supervise.state_machine import AnnounceRestart, Phase, ReportFailure
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
     from elasticrs import _core
     from elasticrs._engine.job.config import JobSpec
-    from elasticrs._engine.supervise.attempts.attempt import Attempt, JobResult
-    from elasticrs._engine.supervise.attempts.state_machine import Action
+    from elasticrs._engine.supervise.attempt import Attempt, JobResult
+    from elasticrs._engine.supervise.state_machine import Action
     from elasticrs._engine.workers.node_page import Standing
     from elasticrs._engine.workers.plan import Plan
 

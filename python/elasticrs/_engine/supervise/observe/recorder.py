@@ -15,16 +15,16 @@ from typing import TYPE_CHECKING, Any
 from elasticrs._engine import public
 from elasticrs._engine.failures.failure import NOT_AVAILABLE
 from elasticrs._engine.job import phrases
-from elasticrs._engine.supervise.attempts.state_machine import Phase, Rendezvous, Start
-from elasticrs._engine.supervise.failures.failed_attempt import failures, why_expired
+from elasticrs._engine.supervise.failed_attempt import failures, why_expired
 from elasticrs._engine.supervise.observe.observer import Observer
+from elasticrs._engine.supervise.state_machine import Phase, Rendezvous, Start
 
 if TYPE_CHECKING:
     from elasticrs import _core
     from elasticrs._engine.failures.failure import ProcessFailure
     from elasticrs._engine.job.config import JobSpec
-    from elasticrs._engine.supervise.attempts.attempt import Attempt, JobResult
-    from elasticrs._engine.supervise.attempts.state_machine import Action
+    from elasticrs._engine.supervise.attempt import Attempt, JobResult
+    from elasticrs._engine.supervise.state_machine import Action
     from elasticrs._engine.workers.plan import Plan, WorkerRanks
 
 events = public("events")

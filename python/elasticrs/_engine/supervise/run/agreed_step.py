@@ -26,7 +26,7 @@ from elasticrs._engine.job import phrases
 from elasticrs._engine.job.value import Value
 from elasticrs._engine.process.other_processes import has_own_proc
 from elasticrs._engine.process.signals import KEYBOARD
-from elasticrs._engine.supervise.attempts import state_machine as machine
+from elasticrs._engine.supervise import state_machine as machine
 from elasticrs._engine.supervise.run.worker_states import can_take
 
 TYPE_CHECKING = False

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from elasticrs._core import ProcessSpec, Supervisor
-    from elasticrs._engine.supervise.attempts.attempt import Attempt
+    from elasticrs._engine.supervise.attempt import Attempt
     from elasticrs._engine.supervise.run.workers import WorkerSetup
     from elasticrs._engine.workers.functions.start_methods import FunctionStart
     from elasticrs._engine.workers.logs import LogPaths

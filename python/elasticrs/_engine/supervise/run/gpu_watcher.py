@@ -15,8 +15,8 @@ import time
 from elasticrs._engine.gpus import MEMORY_LIMIT
 from elasticrs._engine.gpus.xids import Xid
 from elasticrs._engine.process.other_processes import command
-from elasticrs._engine.supervise.attempts.state_machine import Stop
 from elasticrs._engine.supervise.observe.observer import Observer
+from elasticrs._engine.supervise.state_machine import Stop
 from elasticrs._engine.workers.event_log import Stamp
 
 TYPE_CHECKING = False
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
     from elasticrs import _core
     from elasticrs._engine.job.config import JobSpec
-    from elasticrs._engine.supervise.attempts.attempt import Attempt, JobResult
-    from elasticrs._engine.supervise.attempts.state_machine import Action
+    from elasticrs._engine.supervise.attempt import Attempt, JobResult
+    from elasticrs._engine.supervise.state_machine import Action
     from elasticrs._engine.workers.plan import Plan
 
 KERNEL_LOG = "/dev/kmsg"

@@ -14,7 +14,7 @@ from elasticrs._engine.job import config, phrases
 from elasticrs._engine.job.config import keep_memory
 from elasticrs._engine.process.background_call import BackgroundCall, FileAccess
 from elasticrs._engine.process.console import has_time
-from elasticrs._engine.supervise.attempts.attempt import file_text, memory_counters
+from elasticrs._engine.supervise.attempt import file_text, memory_counters
 from elasticrs._engine.workers.keep_files import ALL_STEPS, KeepFiles
 from elasticrs._engine.workers.plan import KEEP_OFF, KEPT, MemoryFiles
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from elasticrs._engine.inside.keep.saved import Saved
     from elasticrs._engine.job.config import JobSpec
     from elasticrs._engine.job.restart_policy import FailureHistory
-    from elasticrs._engine.supervise.attempts.attempt import Attempt
+    from elasticrs._engine.supervise.attempt import Attempt
     from elasticrs._engine.workers.keep_files import PlanValue
     from elasticrs._engine.workers.plan import Plan
 

@@ -18,7 +18,7 @@ from elasticrs._engine.process.background_call import FileAccess
 from elasticrs._engine.process.console import END_PATIENCE, Console
 from elasticrs._engine.process.other_processes import control_folder
 from elasticrs._engine.process.signals import StopRequests, suspend
-from elasticrs._engine.supervise.attempts import state_machine as machine
+from elasticrs._engine.supervise import state_machine as machine
 from elasticrs._engine.supervise.run.tracker import AttemptTracker
 from elasticrs._engine.workers.plan import KEEP_OFF, MemoryFiles
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from elasticrs._engine.gpus.node_check import NodeCheck, NodeCheckResult
     from elasticrs._engine.job.config import JobSpec
     from elasticrs._engine.process.signals import SignalPipe
-    from elasticrs._engine.supervise.attempts.attempt import Attempt, JobResult
+    from elasticrs._engine.supervise.attempt import Attempt, JobResult
     from elasticrs._engine.supervise.decide.decisions import Decisions
     from elasticrs._engine.supervise.observe.observer import Observer
     from elasticrs._engine.supervise.run.agreed_step import AgreedSteps, Tell

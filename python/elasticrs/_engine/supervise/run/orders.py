@@ -31,7 +31,7 @@ from elasticrs._engine.nodes.protocol.records import (
     optional,
 )
 from elasticrs._engine.process.background_call import FileAccess
-from elasticrs._engine.supervise.attempts import state_machine as machine
+from elasticrs._engine.supervise import state_machine as machine
 from elasticrs._engine.supervise.run.agreed_step import LONGEST_HOLD, SAVE_HOLD, Delivery
 from elasticrs._engine.supervise.run.worker_states import can_take
 
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from elasticrs._engine.job.config import JobSpec
     from elasticrs._engine.nodes.calls import RoundPlace, Take
     from elasticrs._engine.nodes.protocol.records import Check
-    from elasticrs._engine.supervise.attempts.attempt import Attempt
+    from elasticrs._engine.supervise.attempt import Attempt
     from elasticrs._engine.supervise.decide.decisions import Decisions
     from elasticrs._engine.supervise.run.agreed_step import Tell
     from elasticrs._engine.supervise.run.tracker import AttemptTracker
@@ -611,7 +611,7 @@ def _tell_stacks(
     answers of the other agents. If it is ``None``, tell another agent the stacks of this node's ranks only.
     """
     try:
-        from elasticrs._engine.supervise.failures.hang_diagnosis import (
+        from elasticrs._engine.supervise.hang_diagnosis import (
             RunningRanks,
             told_stacks,
             where_running,

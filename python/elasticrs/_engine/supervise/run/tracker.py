@@ -14,9 +14,9 @@ from elasticrs._engine.failures.failure import discard_unused_files, last_bytes
 from elasticrs._engine.gpus import are_gpus_visible
 from elasticrs._engine.job import phrases
 from elasticrs._engine.process.background_call import FILE_LIMIT, FileAccess
-from elasticrs._engine.supervise.attempts import state_machine as machine
-from elasticrs._engine.supervise.attempts.attempt import Attempt, JobResult, oom_kills
-from elasticrs._engine.supervise.failures.failed_attempt import (
+from elasticrs._engine.supervise import state_machine as machine
+from elasticrs._engine.supervise.attempt import Attempt, JobResult, oom_kills
+from elasticrs._engine.supervise.failed_attempt import (
     early_leavers,
     is_collective_failure,
     reports_lost_peer,
@@ -427,7 +427,7 @@ class AttemptTracker:
         self.observers.hung(event)
 
     def _explain_hang(self, attempt: Attempt, event: _core.WorkerHung) -> None:
-        from elasticrs._engine.supervise.failures.hang_diagnosis import accuse, examine
+        from elasticrs._engine.supervise.hang_diagnosis import accuse, examine
 
         attempt.diagnosis = attempt.files.run(partial(examine, attempt), None)
         if not self._replaces:
@@ -496,7 +496,7 @@ class AttemptTracker:
         is_explained = attempt.diagnosis is not None and attempt.blame is not None
         if is_explained or self._replaces or not is_collective_failure(attempt):
             return
-        from elasticrs._engine.supervise.failures.hang_diagnosis import examine_failure
+        from elasticrs._engine.supervise.hang_diagnosis import examine_failure
 
         unknown: tuple[Diagnosis | None, Blame | None] = (None, None)
         attempt.diagnosis, blame = attempt.files.run(partial(examine_failure, attempt), unknown)

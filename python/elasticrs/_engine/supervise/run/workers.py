@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from dataclasses import KW_ONLY
 
     from elasticrs._engine.job.config import JobSpec, Preload
-    from elasticrs._engine.supervise.attempts.attempt import Attempt
+    from elasticrs._engine.supervise.attempt import Attempt
     from elasticrs._engine.workers.plan import Plan
     from elasticrs._engine.workers.process import Follower
 

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from elasticrs._core import Heartbeat, RankSeen, WorkerExited, WorkerHung
     from elasticrs._engine.hangs.culprits import Blame, Diagnosis
     from elasticrs._engine.hangs.flight_record import RankFacts
-    from elasticrs._engine.supervise.attempts.attempt import Attempt
+    from elasticrs._engine.supervise.attempt import Attempt
     from elasticrs._engine.workers.event_log import Overdue
 
 _MAX_FRAMES = 200

@@ -16,7 +16,7 @@ from elasticrs._engine.job import phrases
 from elasticrs._engine.job.restart_policy import FailureHistory, Verdict, recent
 from elasticrs._engine.job.value import Record, fresh
 from elasticrs._engine.process.background_call import FileAccess
-from elasticrs._engine.supervise.attempts.state_machine import Phase
+from elasticrs._engine.supervise.state_machine import Phase
 from elasticrs._engine.workers.event_log import Adopted, Blamed, EventLog, Stamp
 from elasticrs._engine.workers.logs import LogPaths
 

@@ -29,7 +29,7 @@ from elasticrs._engine.job.phrases import shortened, summarize
 from elasticrs._engine.job.restart_policy import STEADY, Cause, Evidence, Permanence
 from elasticrs._engine.job.value import Value
 from elasticrs._engine.process.background_call import FILE_LIMIT
-from elasticrs._engine.supervise.attempts.attempt import oom_note, probably_oom
+from elasticrs._engine.supervise.attempt import oom_note, probably_oom
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from typing import Any
 
     from elasticrs import _core
-    from elasticrs._engine.supervise.attempts.attempt import Attempt
+    from elasticrs._engine.supervise.attempt import Attempt
 
 MAX_MESSAGE = 1400
 """Maximum characters of a message. :func:`.shortened` cuts the start of a longer one, because the end of a
@@ -134,7 +134,7 @@ def why_expired(attempt: Attempt, local_rank: int) -> str | None:
     if event.hung is None and not event.is_blamed:
         return None
     try:
-        from elasticrs._engine.supervise.failures.hang_diagnosis import why_blamed
+        from elasticrs._engine.supervise.hang_diagnosis import why_blamed
 
         return why_blamed(attempt, event, local_rank)
     # An error in the code that writes this text must not end the job without a report.
@@ -315,7 +315,7 @@ def _add_hang(
     rank, blame, diagnosis = worker.local_rank, attempt.blame, attempt.diagnosis
     is_first, overdue = worker.local_rank == attempt.first_failure, attempt.expired.get(rank)
     if overdue is not None:
-        from elasticrs._engine.supervise.failures import hang_diagnosis
+        from elasticrs._engine.supervise import hang_diagnosis
 
         hung = overdue.hung
         # A worker that has exited early has no stack. Show where the worker was that hung.
@@ -343,7 +343,7 @@ def _add_hang(
 def last_heartbeats(attempt: Attempt, end_ns: int | None, where: str = "") -> list[str]:
     if not attempt.heartbeats:
         return []
-    from elasticrs._engine.supervise.failures import hang_diagnosis
+    from elasticrs._engine.supervise import hang_diagnosis
 
     end_ns = attempt.stamps.get("failure_seen", end_ns or attempt.stamps.get("ended", 0))
     left = attempt.left_before(end_ns)
@@ -481,7 +481,7 @@ def _place(attempt: Attempt, failure: ProcessFailure) -> str | None:
     frame = _hang(attempt, failure.local_rank).get("frame")
     if frame is None:
         return failure.place
-    from elasticrs._engine.supervise.failures import hang_diagnosis
+    from elasticrs._engine.supervise import hang_diagnosis
 
     return hang_diagnosis.place(frame)
 

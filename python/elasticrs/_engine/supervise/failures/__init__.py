@@ -1,1 +1,0 @@
-"""Explains a failure: which worker failed first, why, and who kept the others waiting."""
