@@ -590,6 +590,10 @@ def test_a_job_that_waits_for_nodes_can_be_asked_and_stopped(launch, worker_scri
         code, text = asked(order)
         assert (code, "no workers are running" in text) == (5, True)
     assert "starting" in asked("ps")[1]
+    waits = wait_until(lambda: asked("status")[1], lambda text: "have joined" in text)
+    assert re.search(
+        r"^waits for 1 more node; 1 of at least 2 have joined: .* \(for at most 9 min ", waits, re.MULTILINE
+    )
     assert asked("stop")[0] == 0
     assert job.wait() == 1
 
@@ -602,6 +606,7 @@ def test_a_job_between_attempts_tells_its_failure_and_can_be_stopped(launch, wor
     assert code == 0
     assert "between attempts" in text
     assert "ValueError: no" in text
+    assert re.search(r"^waits for the end of the restart delay \(for at most \d+ min ", text, re.MULTILINE)
     assert asked("restart")[0] == 5
     assert asked("stop")[0] == 0
     assert job.wait() == 1

@@ -5,6 +5,7 @@ from helpers.said import says
 
 from elasticrs._engine.job.restart_policy import RestartSettings
 from elasticrs._engine.nodes.protocol import messages as m
+from elasticrs._engine.nodes.protocol.formation import waits_for
 from elasticrs._engine.nodes.protocol.records import Head
 from elasticrs._engine.nodes.transport.coordination import Txn
 from rendezvous.cluster import Cluster, end_all, ends, joined, running
@@ -393,6 +394,39 @@ def test_the_waiting_message_is_repeated_after_a_node_loss():
     a.fire("waiting/1")
     told = [text for text in a.texts if text.startswith("waiting for nodes: 2 of at least 3 have joined")]
     assert len(told) == 2
+
+
+def test_each_node_knows_what_it_waits_for_and_the_leader_which_nodes_have_joined():
+    cluster, (a, b) = joined(2, needs=(3, 4))
+    joins = "1 more node; 2 of at least 3 have joined: a (10.0.0.1), b (10.0.0.2)", "join/0"
+    assert (waits_for(a.member), waits_for(b.member)) == (joins, ("at least 3 nodes", "give_up"))
+    c = cluster.add("c")
+    says(waits_for(a.member)[0], "up to 1 more node; 3 have joined: a (10.0.0.1)")
+    assert waits_for(a.member)[1] in a.timers
+    d = cluster.add("d")
+    assert [waits_for(each.member) for each in (a, b, c, d)] == [None] * 4
+    d.kill()
+    c.kill()
+    a.send(m.GroupEnded())
+    assert waits_for(a.member) == ("the end of all workers on b (10.0.0.2)", "settle/1")
+    b.send(m.GroupEnded())
+    says(waits_for(a.member)[0], "1 more node; 2 of at least 3")
+    b.refuses = ("refused", "nobody listens")
+    b.lose()
+    assert waits_for(b.member) == (
+        "a connection to the rendezvous store head:29400 (nobody listens)",
+        "store_lost",
+    )
+
+
+def test_each_node_knows_that_it_waits_for_the_restart_delay():
+    _, (a, b) = running(2, max_restarts=1, restart_delay=90)
+    a.fail()
+    b.send(m.GroupEnded())
+    assert waits_for(a.member) == ("the end of the restart delay", "delay/1")
+    what, timer = waits_for(b.member)
+    says(what, "restart delay of 1 min", "at least 2 nodes")
+    assert timer == "give_up"
 
 
 def test_the_last_call_is_reported_immediately_with_its_time_limit():

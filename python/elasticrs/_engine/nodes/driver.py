@@ -8,9 +8,10 @@ import time
 from collections import deque
 from collections.abc import Sequence
 
+from elasticrs._engine.job.phrases import duration
 from elasticrs._engine.job.value import Value
 from elasticrs._engine.nodes.protocol import messages
-from elasticrs._engine.nodes.protocol.formation import MEMBERS_PER_TXN
+from elasticrs._engine.nodes.protocol.formation import MEMBERS_PER_TXN, waits_for
 from elasticrs._engine.nodes.protocol.machine import Member, step
 from elasticrs._engine.nodes.protocol.messages import Outcome
 from elasticrs._engine.nodes.protocol.records import DamagedError, Head, number_of, table_of, workers_keys
@@ -96,6 +97,10 @@ class Timers:
         for _, name in due:
             del self._deadlines[name]
         return [name for _, name in due]
+
+    def left(self, name: str) -> float | None:
+        """Return the seconds until a timer is due; ``None`` if it is not armed."""
+        return max(0.0, self._deadlines[name] - now()) if name in self._deadlines else None
 
     def seconds_left(self, limit: float) -> float:
         if not self._deadlines:
@@ -211,6 +216,17 @@ class Driver:
     def others_running(self) -> int:
         """Number of nodes on which the job runs without this node, which waits as a spare; otherwise 0."""
         return 0 if self._member is None else others_running(self._member)
+
+    def waits_for(self) -> str | None:
+        """Return what has to happen before workers are started, and for how long this agent waits for it, if
+        a timer limits that; see :func:`.formation.waits_for`.
+        """
+        found = None if self._member is None else waits_for(self._member)
+        if found is None:
+            return None
+        what, timer = found
+        left = self._timers.left(timer)
+        return what if left is None else f"{what} (for at most {duration(left)})"
 
     def node_names(self, *, asks: bool = False) -> list[str] | None:
         """Return the names of the round's nodes, ordered by group rank; ``None`` while this agent does not

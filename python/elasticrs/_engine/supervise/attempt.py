@@ -323,6 +323,7 @@ class JobResult(Record):
             just answered. It does not wait for the answers.
         others_running: function that returns on how many nodes the job runs now without this node; 0 if this
             node takes part.
+        waits_for: function that returns what this node waits for before it starts workers, as a text.
         is_ending: function that returns true while the job is being stopped; see :class:`.Decisions`.
         others: function that returns the last answers of the other nodes' agents about their ranks.
         return_values: return values of the workers, by global rank.
@@ -351,6 +352,7 @@ class JobResult(Record):
     ask_others: Callable[[], None] = lambda: None
     others: Callable[[], list[dict[str, Any]]] = list
     others_running: Callable[[], int] = int
+    waits_for: Callable[[], str | None] = lambda: None
     is_ending: Callable[[], bool] = bool
     return_values: dict[int, object] = fresh(factory=dict)
     kept: Choice | None = None

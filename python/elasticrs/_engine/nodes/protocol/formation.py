@@ -12,11 +12,12 @@ from __future__ import annotations
 from collections import Counter
 from itertools import groupby
 
+from elasticrs._engine.job.phrases import counted, duration
 from elasticrs._engine.job.value import Value
 from elasticrs._engine.nodes.protocol import round_outcome
 from elasticrs._engine.nodes.protocol.joining import fence
 from elasticrs._engine.nodes.protocol.leader_view import View
-from elasticrs._engine.nodes.protocol.member import Leader, Purpose
+from elasticrs._engine.nodes.protocol.member import Leader, Phase, Purpose
 from elasticrs._engine.nodes.protocol.messages import Announce
 from elasticrs._engine.nodes.protocol.records import (
     Head,
@@ -115,15 +116,52 @@ def _tell_what_is_missing(leader: Leader) -> None:
 
 
 def _tell_of_waiting(leader: Leader) -> None:
-    member, view = leader.member, leader.view
-    count = len(view.candidates)
+    member = leader.member
     leader.forget("waiting")
     leader.has_passed("waiting", LATER_NEWS)
-    if leader.is_news("waiting", count):
-        who = f": {named(_shown(view, member.rendezvous))}" if count else ""
-        least, limit = member.rendezvous.min_nodes, member.settings.join_timeout
-        text = f"waiting for nodes: {count} of at least {least} have joined{who}"
-        member.do(Announce(f"{text} (for at most {limit:g} s, join_timeout)"))
+    if leader.is_news("waiting", len(leader.view.candidates)):
+        limit = member.settings.join_timeout
+        member.do(
+            Announce(f"waiting for nodes: {_who_has_joined(leader)} (for at most {limit:g} s, join_timeout)")
+        )
+
+
+def _who_has_joined(leader: Leader) -> str:
+    rendezvous, count = leader.member.rendezvous, len(leader.view.candidates)
+    who = f": {named(_shown(leader.view, rendezvous))}" if count else ""
+    return f"{count} of at least {rendezvous.min_nodes} have joined{who}"
+
+
+def waits_for(member: Member) -> tuple[str, str] | None:
+    """Return what has to happen before this node's workers are started, and the name of the timer that limits
+    the wait. Return ``None`` if the job runs, has ended, or is being left. Only the leader knows which nodes
+    are missing.
+    """
+    joining, head, leader = member.joining, member.head, member.leader
+    if member.phase is Phase.CONNECTING:
+        why = f" ({joining.trouble})" if joining.trouble else ""
+        timer = "store_lost" if joining.was_registered else "connect"
+        return f"a connection to {member.rendezvous.store}{why}", timer
+    if member.phase is not Phase.IDLE or (head is not None and head.state in ("RUNNING", "CLOSED")):
+        return None
+    least = member.rendezvous.min_nodes
+    if leader is None:
+        delay = (
+            f"the restart delay of {duration(head.delay)}, then " if head is not None and head.delay else ""
+        )
+        return f"{delay}at least {nodes(least)}", "give_up"
+    view, number = leader.view, leader.view.round
+    if head is not None and not head.is_judged and view.slow:
+        slow = named(sorted(view.nodes[each].shown for each in view.slow))
+        return f"the end of all workers on {slow}", f"settle/{number}"
+    if head is not None and leader.timers.get(f"delay/{number}") is False:
+        return "the end of the restart delay", f"delay/{number}"
+    count = len(view.candidates)
+    if count < least:
+        return f"{counted(least - count, 'more node')}; {_who_has_joined(leader)}", f"join/{number}"
+    more, who = member.rendezvous.max_nodes - count, named(_shown(view, member.rendezvous))
+    name = "last_call" if number == 0 else "restart_call"
+    return f"up to {counted(more, 'more node')}; {count} have joined: {who}", f"{name}/{number}"
 
 
 def _tell_of_refusal(leader: Leader) -> None:

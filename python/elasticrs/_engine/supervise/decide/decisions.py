@@ -102,6 +102,10 @@ class Decisions(ABC):
         """Number of nodes on which the job runs now without this node; 0 if this node takes part."""
         return 0
 
+    def waits_for(self) -> str | None:
+        """Return what this node waits for before it starts workers; ``None`` if it does not wait."""
+        return None
+
     def node_names(self, *, asks: bool = False) -> Sequence[str] | None:  # noqa: ARG002 -- subclasses use it
         """Return the nodes' names by group rank; ``None`` if unknown. With ``asks``, then request them."""
         return (os.uname().nodename,)

@@ -107,6 +107,9 @@ class SeveralNodes(Decisions):
         head = None if self._driver is None else self._driver.last_head
         return None if head is None else head.cause
 
+    def waits_for(self) -> str | None:
+        return None if self._driver is None else self._driver.waits_for()
+
     def node_names(self, *, asks: bool = False) -> Sequence[str] | None:
         return None if self._driver is None else self._driver.node_names(asks=asks)
 

@@ -135,8 +135,8 @@ class HealthObserver(Observer):
                 # The page also shows ranks of other nodes. Ask their agents now, and show the answers later.
                 self._result.ask_others()
         # Publish the status again: failures of other nodes and time without progress cause no event here.
-        is_ending = self._result is not None and self._result.is_ending()
-        self._is_stale |= self._job.is_multi_node or is_ending or self._no_progress is not None
+        changes = self._result is not None and (self._result.is_ending() or self._result.waits_for())
+        self._is_stale |= self._job.is_multi_node or bool(changes) or self._no_progress is not None
         if attempt is not None and (attempt.shown_ranks(), self._budget()) != (
             self._ranks,
             self._shown_budget,
@@ -344,6 +344,7 @@ class HealthObserver(Observer):
             "state": "NO_PROGRESS" if self._state == "HEALTHY" and self._no_progress else self._state,
             "outcome": self._outcome,
             "is_ending": self._result is not None and self._result.is_ending(),
+            "waits_for": None if self._result is None else self._result.waits_for(),
             "spare_of": 0 if self._result is None else self._result.others_running(),
             "round": None if attempt is None else attempt.agents_round,
             "attempt": None if attempt is None else attempt.name,

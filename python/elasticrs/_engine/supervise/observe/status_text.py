@@ -199,6 +199,8 @@ def _weighed_remarks(status: Mapping[str, Any]) -> list[tuple[str, str]]:
     elif stuck := why_stuck(status):
         missing = f"what only it knows is missing here (its pid is {agent['pid']})"
         found.append(("bad", f"{stuck}; {missing}"))
+    if status.get("waits_for") and not has_ended:
+        found.append(("warn", f"waits for {printable(str(status['waits_for']), 1000)}"))
     if status["no_progress"] and not has_ended:
         what = printable(str(status["no_progress"]["what"]), 1000)
         found.append(("bad", f"{what}; see elasticctl stacks {job}"))

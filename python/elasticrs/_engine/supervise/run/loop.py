@@ -93,6 +93,7 @@ class Agent:
         self.result.read_history, self.result.find_overdue = decisions.read_history, decisions.find_overdue
         self.result.shared_cause, self.result.node_names = decisions.shared_cause, decisions.node_names
         self.result.others_running = lambda: decisions.others_running
+        self.result.waits_for = self._waits_for
         self.result.is_ending = lambda: decisions.is_ending
         self.result.ask_others = lambda: self._make_orders().ask_others()
         self.result.others = lambda: [] if self._orders is None else self._orders.others()
@@ -279,6 +280,12 @@ class Agent:
             # Import on another thread: Python searches the working directory, whose file system may hang.
             FileAccess().begin(_import_for_cause)
         return _NEVER
+
+    def _waits_for(self) -> str | None:
+        left = self._delayed_until - time.monotonic()
+        if left < _NEVER:
+            return f"the end of the restart delay (for at most {phrases.duration(max(0.0, left))})"
+        return self._decisions.waits_for()
 
     def _end_delay(self) -> float:
         left = self._delayed_until - time.monotonic()
