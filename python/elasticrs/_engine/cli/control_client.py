@@ -13,7 +13,8 @@ from contextlib import closing, suppress
 from threading import Thread
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from elasticrs._engine.process.other_processes import PLACE, PREFIX, control_folder, read_state
+from elasticrs._engine.job.config import CONTROL_FOLDERS, control_folder_from
+from elasticrs._engine.process.other_processes import read_state
 from elasticrs._engine.supervise.observe.status_text import why_stuck
 from elasticrs._engine.supervise.run.orders import DONE, FAILED, NO_JOB, REFUSED, STACKS_LIMIT, USAGE
 
@@ -201,7 +202,7 @@ def find(tell: Callable[[str], object], wanted: str | None = None) -> list[Agent
     only this one. If a killed agent has left its socket, remove the socket, and ``tell`` the user. Raises
     :class:`Problem` if another user owns the folder of the sockets.
     """
-    folder = control_folder(os.environ)
+    folder = control_folder_from(os.environ)
     try:
         if os.geteuid() != 0:
             _check_folder(folder)
@@ -281,9 +282,10 @@ def _listed(agent: Agent) -> str:
 
 def no_jobs() -> str:
     """Say that this user has no job on this machine, and which other users may have some."""
-    mine, own = "no job of this user on this machine", f"{PREFIX}{os.geteuid()}"
-    names = [name for name in os.listdir(PLACE) if name.startswith(PREFIX) and name != own]
-    uids = sorted(int(uid) for uid in (name.removeprefix(PREFIX) for name in names) if uid.isdecimal())
+    mine = "no job of this user on this machine"
+    root, prefix = os.path.split(CONTROL_FOLDERS)
+    others = [name.removeprefix(prefix) for name in os.listdir(root) if name.startswith(prefix)]
+    uids = sorted(int(uid) for uid in others if uid.isdecimal() and int(uid) != os.geteuid())
     if not uids:
         return mine
     whose = f"user{'s' if len(uids) > 1 else ''} {', '.join(map(str, uids[:10]))}"

@@ -40,6 +40,8 @@ START_METHODS = ("spawn", "fork", "forkserver")
 AFFINITY_MODES = ("node", "socket", "exclusive", "core-complex")
 DEFAULT_PREFIX_TEMPLATE = "[${role_name}${local_rank}]:"
 PREFIX_NAMES = ("role_name", "local_rank", "rank", "hostname")
+CONTROL_FOLDERS = "/tmp/elasticrs-"
+"""Path of the folder of a user's control sockets, without the number of the user at its end."""
 LONGEST = 1e9
 """Maximum number of seconds for a time limit. It prevents overflows, because the core counts nanoseconds."""
 SAFETY_TICK = 5.0
@@ -380,6 +382,14 @@ def uninterruptible_state_timeout_from(environ: Mapping[str, str]) -> float:
         return float(environ.get(UNINTERRUPTIBLE_STATE_VARIABLE, "0"))
     except ValueError:
         return 0.0
+
+
+def control_folder_from(environ: Mapping[str, str]) -> str:
+    """Return the folder of the sockets over which ``elasticctl`` connects to this user's agents; empty if
+    agents open no socket. Do not use ``XDG_RUNTIME_DIR``, because it is deleted at logout while jobs
+    continue.
+    """
+    return environ.get("ELASTICRS_CONTROL_DIR", f"{CONTROL_FOLDERS}{os.geteuid()}")
 
 
 def _value_from(environ: Mapping[str, str], name: str, read: Callable[[object], T], default: T) -> T:

@@ -1,18 +1,10 @@
-"""Helpers for processes other than the workers: run modules of this package, read ``/proc``, and locate the
-control sockets of agents.
-"""
+"""Helpers for processes other than the workers: run modules of this package, and read ``/proc``."""
 
 from __future__ import annotations
 
 import _signal  # type: ignore[import-not-found]  # `signal` would import more modules
 import os
 import sys
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-PLACE, PREFIX = "/tmp", "elasticrs-"
 
 # Put this package's folder first, because another release of the package may be installed.
 _PROGRAM = """\
@@ -23,14 +15,6 @@ sys.path.append(sys.path.pop(0))
 from {module} import main
 sys.exit(main(*sys.argv[1:]))
 """
-
-
-def control_folder(environ: Mapping[str, str]) -> str:
-    """Return the folder of the sockets over which ``elasticctl`` connects to this user's agents; empty if
-    agents open no socket. Do not use ``XDG_RUNTIME_DIR``, because it is deleted at logout while jobs
-    continue.
-    """
-    return environ.get("ELASTICRS_CONTROL_DIR", f"{PLACE}/{PREFIX}{os.geteuid()}")
 
 
 def command(module: str, *arguments: str) -> list[str]:

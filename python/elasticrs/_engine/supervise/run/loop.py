@@ -13,10 +13,10 @@ from collections import deque
 from functools import partial
 
 from elasticrs._engine.job import phrases
+from elasticrs._engine.job.config import control_folder_from
 from elasticrs._engine.job.restart_policy import Verdict
 from elasticrs._engine.process.background_call import FileAccess
 from elasticrs._engine.process.console import END_PATIENCE, Console
-from elasticrs._engine.process.other_processes import control_folder
 from elasticrs._engine.process.signals import StopRequests, suspend
 from elasticrs._engine.supervise import state_machine as machine
 from elasticrs._engine.supervise.run.tracker import AttemptTracker
@@ -327,7 +327,7 @@ class Agent:
         """Open this agent's Unix socket for ``elasticctl``, unless another program runs the agent. The health
         check server serves the socket, if there is one. Otherwise, start a server without a TCP port.
         """
-        folder = control_folder(os.environ)
+        folder = control_folder_from(os.environ)
         if not self._owns_process or not folder:
             return
         tracker = self._tracker
