@@ -200,7 +200,7 @@ docs: build ## the documentation site in site/; a warning, a broken link or an o
 	@$(PY) tools/docs.py
 
 pictures: build ## record jobs in a terminal, time restarts, and draw the pictures in docs/pictures anew
-	@PATH="$(CURDIR)/$(VENV)/bin:$$PATH" $(PY) tools/pictures.py --record
+	@PATH="$(CURDIR)/$(VENV)/bin:$$PATH" $(PY) -m tools.pictures --record
 
 bench: build ## measure side by side with torchrun; results go to benchmarks/results
 	@PATH="$(CURDIR)/$(VENV)/bin:$$PATH" $(PY) -m benchmarks $(BENCH)

@@ -33,6 +33,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from xml.sax.saxutils import escape, quoteattr
 
+from tools.processes import JOBS, Facts, facts_of
+
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "docs" / "pictures"
 DEMO = ROOT / "python" / "elasticrs" / "demo" / "train.py"
@@ -421,6 +423,182 @@ def draw_bars(rows: Mapping[str, tuple[str, str]], theme: Theme) -> str:
     return svg(width, bottom + 8, "Figures of torchrun and elasticrs", style, body)
 
 
+# --- processes and threads of a job ---
+
+THREADS = {
+    "elasticrun": "main thread: decides",
+    "elasticrs": "stop policy, deadlines, lease",
+    "elasticrs-ranks": "serves the workers' store",
+    "elasticrs-store": "serves the coordination store",
+    "elasticrs-logs": "copies log files to the console",
+    "nursery": "starts, reaps, sweeps",
+    "sentinel": "helps a stuck nursery",
+}
+"""What each thread of an agent does, and what the only thread of each other process does."""
+ROW, HEAD = 18, 30
+"""Heights in pixels of a line of text in a box, and of its title."""
+
+
+def record_processes() -> None:
+    """Run the jobs whose processes are drawn, and write what was seen into ``processes.json``."""
+    seen = {name: facts_of(name)._asdict() for name in JOBS}
+    (FOLDER / "processes.json").write_text(json.dumps(seen, indent=1) + "\n", encoding="utf-8")
+
+
+def draw_processes(facts: Facts, theme: Theme) -> str:
+    """Draw the processes of a job as boxes, node beside node, with the names of their threads and with what
+    connects them.
+    """
+    agents = [name for name in facts.processes if name.startswith("agent")]
+    width, gap = 660, 96
+    wide = (width - 20 - gap * (len(agents) - 1)) // len(agents)
+    agent_height = HEAD + max(len(_threads(facts, name, wide)) for name in agents) * ROW + 6
+    middle = 20 + agent_height + 96
+    height = HEAD + 2 * ROW + 6
+    frame = middle + height + 40
+    body: list[str] = []
+    for number, agent in enumerate(agents):
+        x, node = 10 + number * (wide + gap), agent.removeprefix("agent")
+        ranks = [
+            other for one, other, what in facts.links if (one, what) == (agent, "pidfd") and "rank" in other
+        ]
+        body += _box(x, 20, wide, agent_height, agent, _threads(facts, agent, wide), theme)
+        below = round(wide * 0.6) if len(agents) == 2 else 190
+        left = x
+        for name in (f"nursery{node}", "sentinel"):
+            if name in facts.processes:
+                body += _box(left, middle, below, height, name, _threads(facts, name, below), theme)
+                body += _link(left + 12, 20 + agent_height, middle, _between(facts, agent, name))
+                left += below + 100
+        body += _across(x + below, x + below + 100, middle + 30, _between(facts, "nursery", "sentinel"))
+        body += _link(x + 12, middle + height, frame, ["its children"])
+        to_ranks = sorted({kind for rank in ranks for kind in _between(facts, agent, rank)})
+        to_ranks = ["TCP (store)" if kind == "TCP" else kind for kind in to_ranks]
+        body += _link(x + wide - 90, 20 + agent_height, frame, to_ranks)
+        workers = [(rank, facts.processes[rank]) for rank in ranks]
+        tall = HEAD + max(len(names) for _, names in workers) * ROW + 6
+        size = (wide - 20 - 56 * (len(workers) - 1)) // len(workers)
+        bottom = frame + tall + 20
+        body.append(f'<rect class="w" x="{x}" y="{frame}" width="{wide}" height="{tall + 20}" rx="8"/>')
+        for at, (rank, names) in enumerate(workers):
+            left = x + 10 + at * (size + 56)
+            body += _box(left, frame + 10, size, tall, rank, [(name, "") for name in names], theme)
+            for kind in _between(facts, workers[at - 1][0], rank) if at else ():
+                body += _across(left - 56, left, frame + 10 + tall // 2, [kind])
+    if len(agents) == 2:
+        left, right = 10 + wide, 10 + wide + gap
+        one, other = agents
+        near, far = (name for name in facts.processes if name.startswith("rank"))
+        body += _across(
+            left, right, 20 + HEAD + 60, [*_between(facts, one, other), "coordi-", "nation", "store"]
+        )
+        if kinds := _between(facts, one, far):
+            corner = 20 + agent_height - 18
+            body.append(f'<path class="c" d="M{left} {corner}h24V{frame + 24}H{right}"/>')
+            for row, word in enumerate((*kinds, "workers'", "store")):
+                body.append(f'<text class="f" x="{left + 30}" y="{middle + 14 * row}">{word}</text>')
+        body += _across(left, right, frame + 62, _between(facts, near, far))
+    style = f"text{{font:12px {SANS};fill:{theme.ink}}}.f{{fill:{theme.faint}}}"
+    style += f".n{{font-weight:600;font-size:13px}}.c{{fill:none;stroke:{theme.faint}}}"
+    style += f".m{{font:12px {MONO};fill:{theme.accent}}}"
+    style += f".w{{fill:none;stroke:{theme.line};stroke-dasharray:4 3}}"
+    paper = f'<rect width="{width}" height="{bottom + 14}" rx="8" fill="{theme.paper}"/>'
+    title = "Processes of a job, the names of their threads, and what connects them"
+    return svg(width, bottom + 14, title, style, [paper, *body])
+
+
+def _threads(facts: Facts, name: str, wide: int) -> list[tuple[str, str]]:
+    """Return the lines for the threads of an agent, a nursery or a sentinel: name and description of each. In
+    a narrow box, the description has a line of its own.
+    """
+    kind = name.split(maxsplit=1)[0]
+    names = facts.processes[name]
+    lines = [(each, THREADS[each]) for each in THREADS if each in names]
+    if kind in THREADS:
+        lines = [(names[0], THREADS[kind])]
+    if wide > 300:
+        return lines
+    return [line for each, text in lines for line in ((each, ""), ("", text))]
+
+
+def _box(
+    x: int, y: int, width: int, height: int, title: str, lines: Sequence[tuple[str, str]], theme: Theme
+) -> Iterator[str]:
+    yield f'<rect x="{x}" y="{y}" width="{width}" height="{height}" rx="6" fill="{theme.bar}"'
+    yield f' stroke="{theme.line}"/>'
+    yield f'<text class="n" x="{x + 10}" y="{y + 20}">{title}</text>'
+    for row, (name, text) in enumerate(lines):
+        below = y + HEAD + 12 + ROW * row
+        yield f'<text class="m" x="{x + 10}" y="{below}">{name}</text>'
+        yield f'<text class="f" x="{x + 10 + (122 if name else 0)}" y="{below}">{text}</text>'
+
+
+def _link(x: int, top: int, bottom: int, labels: Sequence[str]) -> Iterator[str]:
+    yield f'<path class="c" d="M{x} {top}V{bottom}"/>'
+    for row, label in enumerate(labels):
+        yield f'<text class="f" x="{x + 6}" y="{top + 18 + 15 * row}">{label}</text>'
+
+
+def _across(left: int, right: int, y: int, labels: Sequence[str]) -> Iterator[str]:
+    if labels:
+        yield f'<path class="c" d="M{left} {y}H{right}"/>'
+    for row, label in enumerate(labels):
+        below = y - 5 if row == 0 else y + 14 * row
+        yield f'<text class="f" x="{(left + right) // 2}" y="{below}" text-anchor="middle">{label}</text>'
+
+
+def _between(facts: Facts, one: str, other: str) -> list[str]:
+    """Return what connects two processes."""
+    return sorted({kind for *ends, kind in facts.links if set(ends) == {one, other}})
+
+
+# --- the path of a failure ---
+
+LANES = ("nursery", "runtime thread", "main thread")
+"""The threads that a failure passes: one of the nursery, and two of the agent."""
+
+
+def path_of_a_failure() -> list[tuple[str, str, str, bool]]:
+    """Return the rows of the tables in ``docs/design/path-of-a-failure.md``: the thread that runs the file's
+    code, the file's name, what happens there, and whether that is a decision. A test compares the page with a
+    real job.
+    """
+    page = (ROOT / "docs" / "design" / "path-of-a-failure.md").read_text(encoding="utf-8")
+    rows = []
+    for file, text in re.findall(r"^\| `([\w/-]+\.(?:rs|py))` \| (.*) \|$", page, re.MULTILINE):
+        lane = LANES[2 if file.endswith(".py") else "elasticrs-core/" in file]
+        decides = re.search(r"\*\*.*?decides\*\*", text)
+        words = re.sub(r"[`*]|\[(?=\w)|\]\(.*?\)", "", text[decides.start() :] if decides else text)
+        words = re.sub(r": \w+$", "", re.split(r"[.;(]", words)[0].strip())
+        while len(words) > 56:
+            words = words[: max(words.rfind(","), words.rfind(" and "))].rstrip(",")
+        name = "/".join(file.split("/")[-2 if file.endswith("mod.rs") else -1 :])
+        rows.append((lane, name, words, decides is not None))
+    return rows
+
+
+def draw_path(rows: Sequence[tuple[str, str, str, bool]], theme: Theme) -> str:
+    """Draw a line through the threads that a failure passes, with a dot for each source file."""
+    width, top, height = 710, 64, 22
+    colours = dict(zip(LANES, (theme.bad, theme.good, theme.accent), strict=True))
+    style = f"text{{font:12px {SANS};fill:{theme.ink}}}.n{{font-weight:600}}"
+    style += f".m{{font:11px {MONO};fill:{theme.faint}}}"
+    bottom = top + height * len(rows) + 10
+    body = [f'<rect width="{width}" height="{bottom}" rx="8" fill="{theme.paper}"/>']
+    places = [(20 + 26 * LANES.index(lane), top + height * row) for row, (lane, *_) in enumerate(rows)]
+    for x, lane in zip((16, 100, 230), LANES, strict=True):
+        body.append(f'<circle cx="{x + 4}" cy="24" r="5" fill="{colours[lane]}"/>')
+        body.append(f'<text class="n" x="{x + 16}" y="28">{lane}</text>')
+    line = " ".join(f"{x},{y}" for x, y in places)
+    body.append(f'<polyline points="{line}" fill="none" stroke="{theme.line}" stroke-width="2"/>')
+    for (x, y), (lane, file, words, decides) in zip(places, rows, strict=True):
+        body.append(f'<circle cx="{x}" cy="{y}" r="{7 if decides else 4}" fill="{colours[lane]}"/>')
+        name = ' class="n"' if decides else ""
+        body.append(f'<text class="m" x="94" y="{y + 4}">{file}</text>')
+        body.append(f'<text{name} x="250" y="{y + 4}">{escape(words)}</text>')
+    return svg(width, bottom, "The path of a failure through the threads of a node", style, body)
+
+
 def main() -> None:
     """Draw the pictures. With ``--record``, record the runs first."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
@@ -430,6 +608,7 @@ def main() -> None:
     if arguments.record:
         record_casts()
         record_restarts()
+        record_processes()
         demo = ROOT / "examples" / "operate" / "demo.py"
         subprocess.run([sys.executable, demo, "--pictures", FOLDER], check=True)
     for name, text in pictures().items():
@@ -444,6 +623,10 @@ def pictures() -> dict[str, str]:
             drawn[f"{path.stem}-{theme.name}.svg"] = draw_cast(read_cast(path.stem), theme)
         rows = json.loads((FOLDER / "restart.json").read_text(encoding="utf-8"))
         drawn[f"restart-{theme.name}.svg"] = draw_restarts(rows, theme)
+        seen = json.loads((FOLDER / "processes.json").read_text(encoding="utf-8"))
+        for name, facts in seen.items():
+            drawn[f"processes-{name}-{theme.name}.svg"] = draw_processes(Facts(**facts), theme)
+        drawn[f"path-{theme.name}.svg"] = draw_path(path_of_a_failure(), theme)
         for name in BARS:
             drawn[f"{name}-{theme.name}.svg"] = draw_bars(figures(name), theme)
     return drawn

@@ -1,12 +1,16 @@
-"""``docs/design/path-of-a-failure.md`` lists the source files whose code handles a failed worker, until the
-restart. Compare the Python files in it with those that run in a real job.
+"""Compare what the pages about the architecture show with real jobs: the source files whose code handles a
+failed worker, in ``docs/design/path-of-a-failure.md``, and the processes and threads in the pictures.
 """
 
+import json
 import re
 import sys
 from pathlib import Path
 
+import pytest
 from helpers.procs import run_program
+from tools.pictures import FOLDER
+from tools.processes import JOBS, Facts, facts_of
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs/design/path-of-a-failure.md").read_text(encoding="utf-8")
@@ -65,3 +69,28 @@ def test_the_rust_files_on_the_page_define_the_functions_that_it_names():
         assert functions, file
         for name in functions:
             assert re.search(rf"\b(fn|enum|struct) {name}\b", source), (file, name)
+
+
+@pytest.fixture(params=JOBS)
+def picture(request):
+    """The name of a picture of processes, and what it shows."""
+    shown = json.loads((FOLDER / "processes.json").read_text(encoding="utf-8"))[request.param]
+    return request.param, Facts(shown["processes"], [tuple(link) for link in shown["links"]])
+
+
+@pytest.mark.slow
+def test_a_job_has_the_processes_threads_and_connections_of_its_picture(picture):
+    name, shown = picture
+    assert facts_of(name) == shown
+
+
+def test_a_job_without_torch_has_those_that_are_not_of_torch(picture):
+    name, shown = picture
+    seen = facts_of(name, "import signal\nprint('ready', flush=True)\nsignal.pause()\n")
+    assert seen.processes == {
+        # The thread that serves the workers' store starts with the first connection.
+        process: ["python"] if "rank" in process else [name for name in threads if name != "elasticrs-ranks"]
+        for process, threads in shown.processes.items()
+    }
+    of_torch = {link for link in shown.links if "rank" in link[1] and link[2] in {"TCP", "kept state"}}
+    assert set(seen.links) == {*shown.links} - of_torch
