@@ -185,7 +185,7 @@ LOOPS = """
         join(ended=50)
         keep(0, 40, why=0); keep(1, 50)
         os.kill(os.getpid(), signal.SIGKILL)
-    join(ended=51)
+    join(ended=-1 if attempt == 2 else 51)
     if attempt < 3:
         raise ValueError("bad state")
 """
@@ -194,9 +194,30 @@ LOOPS = """
 @pytest.mark.parametrize("options", WAYS.values(), ids=WAYS)
 def test_a_restored_state_that_fails_twice_is_set_aside(run, options):
     job, plans = run(LOOPS, *options, nproc=1)
-    assert [plans[attempt][0]["step"] for attempt in range(4)] == [None, 50, 50, 40]
+    found = [(plans[attempt][0]["step"], plans[attempt][0].get("lost")) for attempt in range(4)]
+    # The last but one attempt failed before it had ended a step after the restored one.
+    assert found == [(None, None), (50, 0), (50, 1), (40, 10)]
     assert "can continue at step 40" in job.stderr
     assert "steps from 50 on are set aside" in job.stderr
+
+
+REFUSES = """
+    if attempt == 0:
+        join(ended=50)
+        keep(0, 40, why=0); keep(1, 50)
+        os.kill(os.getpid(), signal.SIGKILL)
+    if attempt == 1:
+        join(ended=-1, restored=None, REFUSED=51)
+        raise ValueError("another loader")
+    join(ended=41)
+"""
+
+
+@pytest.mark.parametrize("options", WAYS.values(), ids=WAYS)
+def test_after_a_state_that_cannot_be_loaded_an_older_one_is_tried(run, options):
+    _, plans = run(REFUSES, *options, nproc=1)
+    found = [(plans[attempt][0]["step"], plans[attempt][0].get("lost")) for attempt in range(3)]
+    assert found == [(None, None), (50, 0), (40, 10)]
 
 
 STANDS = """

@@ -46,6 +46,7 @@ def published(first_rank: int, holdings: Iterable[object] = (), **facts: object)
     usual: dict[str, object] = {
         "barred_from": None,
         "refused": None,
+        "reached": None,
         "was_replicated": False,
         "ranks_before": 0,
     }

@@ -12,6 +12,7 @@ from elasticrs._engine.inside.keep.choice import (
     Loop,
     choose,
     failed_soon,
+    last_step,
     refused_of,
 )
 from elasticrs._engine.inside.keep.layout import Answer, Mode, Why
@@ -47,6 +48,18 @@ holding = st.builds(
     answer=st.integers(0, 9),
 )
 holdings = st.lists(holding, min_size=1, max_size=4).map(lambda found: dict(enumerate(found)))
+
+
+def test_lost_steps_are_counted_from_where_the_training_was():
+    """An attempt may end before a rank has restored a step, or before one has ended another step."""
+    failed = {rank: replicated([27], attempt=2, restored=restored) for rank, restored in ((0, None), (1, 29))}
+    stale = {2: replicated([], attempt=1, restored=27, ended=40)}
+    assert choose({**failed, **stale}, 3).lost == 2
+    none = {rank: replicated([27], attempt=3) for rank in (0, 1)}
+    assert choose(none, 2, before=last_step(failed.values())).lost == 2
+    assert choose(none, 2, before=last_step({}.values(), (2, 27))).lost == 0
+    assert last_step(failed.values(), (1, 99)) == (2, 29)
+    assert choose({0: none[0]}, 1, before=(1, 9), barred_from=0).shown()["lost"] is None
 
 
 def is_abandoned(slot, found):

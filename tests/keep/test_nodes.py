@@ -111,6 +111,18 @@ def test_saved_state_is_restored_only_if_all_nodes_see_the_same(seen, step):
     assert (choice["step"], bool(choice["why"])) == (step, step is None)
 
 
+def test_lost_steps_are_counted_from_the_latest_attempt_of_any_node():
+    slot = Holding((KeptSlot(0, 27),), frozenset((27,)), mode=Mode.REPLICATED, attempt=3).to_json()
+    found = [
+        published(rank, [{"rank": rank, "holding": slot}], reached=at, saved=None, ranks_before=2)
+        for rank, at in enumerate(([2, 29], [1, 99]))
+    ]
+    assert nodes.chosen(found, 2)["lost"] == 2
+    saved = {**Choice(20, ranks=2, lost=4).facts(), "number": "kept-1"}
+    found = [published(rank, [None], reached=[2, 29], saved=saved) for rank in (0, 1)]
+    assert nodes.chosen(found, 2)["lost"] == 9
+
+
 @pytest.mark.parametrize(
     "wrong",
     [

@@ -26,7 +26,7 @@ from elasticrs._engine.job.value import Value, fresh
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
     from dataclasses import KW_ONLY
     from typing import Any
 
@@ -227,7 +227,7 @@ class Choice(Value):
         """Return what the status page and events show about this choice."""
         return {
             "step": self.step,
-            "lost": self.lost,
+            "lost": None if self.step is None else self.lost,
             "exact": self.is_exact,
             "kept_by": [*self.kept_by],
             "ranks": self.ranks,
@@ -274,6 +274,7 @@ def choose(
     barred_from: int | None = None,
     refused: int | None = None,
     was_replicated: bool = False,
+    before: tuple[int, int] | None = None,
 ) -> Choice:
     """Choose the training step that all ranks restore in the next attempt.
 
@@ -284,16 +285,19 @@ def choose(
             failed (LOOP-1, LOOP-2). ``None`` to allow all steps.
         refused: step that a rank could not load. It is chosen only if there is no older one (LOOP-2).
         was_replicated: true if all ranks had the same state in an earlier attempt of this job.
+        before: the result of :func:`last_step` after the earlier attempts. The steps that this choice loses
+            are counted from there if no rank got to a step in the attempt that has ended.
     """
     if refused is not None:
         bar = min(refused, refused if barred_from is None else barred_from)
-        older = choose(holdings, world, barred_from=bar, was_replicated=was_replicated)
+        older = choose(holdings, world, barred_from=bar, was_replicated=was_replicated, before=before)
         if older.step is not None:
             return older.replaced(why=_why_refused(holdings) or f"a rank could not load step {refused}")
     ranks, found = len(holdings), _current(holdings)
     are_equal = is_replicated(holdings, was_replicated)
     is_used = any(holding.has_joined or holding.slots for holding in holdings.values())
     ended = max((each.ended for each in holdings.values() if each.ended is not None), default=None)
+    last = last_step(holdings.values(), before)
     steps = sorted({slot.step for holding in found.values() for slot in holding.slots}, reverse=True)
     allowed = [step for step in steps if barred_from is None or step < barred_from]
     best: Choice | None = None
@@ -317,7 +321,7 @@ def choose(
             behind,
             tuple(sorted(kept)),
             ranks=ranks,
-            lost=max(0, (step if ended is None else ended) - step),
+            lost=max(0, (step if last is None else last[1]) - step),
             why_copied=max(slot.why_copied for slot in kept.values()),
             is_replicated=are_equal,
         )
@@ -327,7 +331,7 @@ def choose(
         why = why_not or (_why_nothing(holdings, ended) if is_used else "")
         best = Choice(ranks=ranks, is_replicated=are_equal)
     else:
-        why = why_not or (_why_not_newer(holdings, ended) if best.lost and ended is not None else "")
+        why = why_not or (_why_not_newer(holdings, last[1]) if best.lost and last is not None else "")
     if len(allowed) < len(steps):
         why = f"steps from {barred_from} on are set aside: two attempts that went on from there failed alike"
         if not barred_from:
@@ -405,7 +409,7 @@ def _place(holder: int, slot: KeptSlot) -> tuple[int, int, int]:
 
 
 def _why_not_newer(holdings: Mapping[int, Holding], ended: int) -> str:
-    """Return the reason why no rank has a copy of ``ended``, the last step that a rank has completed."""
+    """Return the reason why no rank has a copy of ``ended``, the last step that a rank got to."""
     reasons = _by_reason({rank: each.off or _ANSWERS.get(each.answer, "") for rank, each in holdings.items()})
     return f"step {ended} was not copied{': ' * bool(reasons)}{reasons}"
 
@@ -494,6 +498,20 @@ def why_other(step: int | None, other: int | None) -> str:
 def refused_of(holdings: Sequence[Holding]) -> int | None:
     """Return the step that a rank could not load, which made the attempt fail; ``None`` if there is none."""
     return next((each.refused for each in holdings if each.refused is not None and each.ended is None), None)
+
+
+def last_step(holdings: Iterable[Holding], before: tuple[int, int] | None = None) -> tuple[int, int] | None:
+    """Return the latest attempt in which a rank restored or completed a step, and the newest such step. If
+    there is none in ``holdings``, return ``before``, the result after the earlier attempts.
+    """
+    found = [
+        (each.attempt, step)
+        for each in holdings
+        if each.has_joined
+        for step in (each.ended, each.restored)
+        if step is not None
+    ]
+    return max([*found, *filter(None, [before])], default=None)
 
 
 def failed_soon(holdings: Sequence[Holding], step: int | None) -> tuple[int | None, int | None]:

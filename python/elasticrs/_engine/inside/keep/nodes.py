@@ -171,7 +171,10 @@ FACTS = tuple(Choice().facts())
 """Fields of the plan whose values are the same for all ranks."""
 
 
-_OF_NODE = ("holdings", "partners", "has_peers", "barred_from", "refused", "ranks_before", "was_replicated")
+_OF_NODE = (
+    *("holdings", "partners", "has_peers", "barred_from", "refused", "reached", "ranks_before"),
+    "was_replicated",
+)
 """Fields of the agent's plan that describe one node. The node's first worker publishes them in the store."""
 
 
@@ -288,17 +291,19 @@ def chosen(found: Sequence[Mapping[str, Any]], world: int) -> dict[str, Any]:
     _add_partners(found, holdings, places)
     bars = [each["barred_from"] for each in found if each["barred_from"] is not None]
     refused = [each["refused"] for each in found if each["refused"] is not None]
+    before = max((_pair(*each["reached"]) for each in found if each["reached"] is not None), default=None)
     choice = choose(
         holdings,
         world,
         barred_from=min(bars, default=None),
         refused=min(refused, default=None),
         was_replicated=any(each["was_replicated"] for each in found),
+        before=before,
     )
     others = {each.get("other") for each in found}
     why = why_other(choice.step, others.pop()) if len(others) == 1 else ""
     if choice.step is None and not why and any(each.get("saved") for each in found):
-        return {**nothing, **_saved_facts(found)}
+        return {**nothing, **_saved_facts(found, 0 if before is None else before[1])}
     if choice.step is None or why:
         return {**nothing, "why": why or choice.why, "replicated": choice.is_replicated}
     ranks = max(each["ranks_before"] for each in found)
@@ -365,9 +370,14 @@ def _add_partners(
                     holdings[rank], places[rank] = holding, (group_rank, local_rank)
 
 
-def _saved_facts(found: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+def _pair(attempt: int, step: int) -> tuple[int, int]:
+    return attempt, step
+
+
+def _saved_facts(found: Sequence[Mapping[str, Any]], ended: int) -> Mapping[str, Any]:
     """Return the choice to restore the state that an earlier job has saved (``--keep-save``), as no step is
     in memory. If the nodes do not find the same saved state, return only the reason why none is restored.
+    ``ended``: the last step of this job's earlier attempts.
     """
     saved = found[0]["saved"]
     without = [group_rank for group_rank, each in enumerate(found) if each["saved"] != saved]
@@ -375,7 +385,8 @@ def _saved_facts(found: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
         return {"why": f"not all nodes see the same state in the folder of --keep-save (node {without[0]})"}
     others = {each.get("other") for each in found}
     why = why_other(saved["step"], others.pop()) if len(others) == 1 else ""
-    return {"why": why} if why else {**saved, "is_saved": True}
+    lost = max(saved["lost"], ended - saved["step"])
+    return {"why": why} if why else {**saved, "lost": lost, "is_saved": True}
 
 
 def source_of(

@@ -40,6 +40,8 @@ class Keeping:
         self._job, self._memory_files, self._say = job, memory, say
         self._choice: Choice | None = None
         self._loop: Loop | None = None
+        self._reached: tuple[int, int] | None = None
+        """Last attempt in which a worker of this node got to a step, and the newest of its steps."""
         self._ranks: dict[int, int] = {}
         self._world = 0
         self._previous = self._ranks, self._world
@@ -100,8 +102,7 @@ class Keeping:
         choice, places = None if self._off else self._choice, dict(zip(holdings, files.places, strict=False))
         saved = self._saved() if not self._off and (choice is None or choice.step is None) else None
         if saved is not None and not self._may_have_several_nodes:
-            ended = max((each.ended or 0 for each in holdings.values()), default=0)
-            choice = saved.choice(self._world, ended)
+            choice = saved.choice(self._world, 0 if self._reached is None else self._reached[1])
         shared: dict[str, PlanValue] = {
             "attempt": number,
             "off": self._off,
@@ -138,6 +139,7 @@ class Keeping:
             ]
             shared["barred_from"] = None if self._loop is None else self._loop.barred_from
             shared["refused"] = None if self._loop is None else self._loop.refused
+            shared["reached"] = self._reached
             shared["ranks_before"] = world_before
             shared["has_peers"] = self._partners is not None
             shared["partner_files"] = (
@@ -194,22 +196,28 @@ class Keeping:
         if not ranks or not files.is_used():
             return {}
         # Import this module here, because few jobs need it, and only at a restart.
-        from elasticrs._engine.inside.keep.choice import Loop, failed_soon, refused_of
+        from elasticrs._engine.inside.keep.choice import Loop, failed_soon, last_step, refused_of
 
         holdings = {rank: files.holding(place, rank, self._world) for place, rank in ranks.items()}
         restored = [each.restored for each in holdings.values() if each.restored is not None]
-        began, reached = failed_soon([*holdings.values()], max(restored, default=None))
+        began, last = failed_soon([*holdings.values()], max(restored, default=None))
         cause = None if history.last is None else history.last[:2]
         refused = refused_of([*holdings.values()])
-        self._loop = (self._loop or Loop()).after(began, reached, cause, refused)
+        self._loop = (self._loop or Loop()).after(began, last, cause, refused)
+        self._reached = last_step(holdings.values(), self._reached)
         return holdings
 
     def _choose(self, holdings: Mapping[int, Holding], world: int) -> None:
         from elasticrs._engine.inside.keep.choice import choose
 
-        barred = None if self._loop is None else self._loop.barred_from
-        was_replicated = self._choice is not None and self._choice.is_replicated
-        self._choice = choose(holdings, world, barred_from=barred, was_replicated=was_replicated)
+        self._choice = choose(
+            holdings,
+            world,
+            barred_from=None if self._loop is None else self._loop.barred_from,
+            refused=None if self._loop is None else self._loop.refused,
+            was_replicated=self._choice is not None and self._choice.is_replicated,
+            before=self._reached,
+        )
 
     def take_agreed(self, attempt: Attempt) -> bool:
         """After a restart on several nodes, find out which training step the workers restore, and tell the
