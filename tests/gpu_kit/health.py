@@ -63,7 +63,7 @@ def check_nvml(context: Context) -> Figures:
             [
                 sys.executable,
                 "-c",
-                "import sys; from elasticrs._engine.gpus.node_check import main; sys.exit(main('nvml'))",
+                "import sys; from elasticrs._engine.gpus.nvml_check import main; sys.exit(main())",
             ],
             env={**context.environment, **found.variables},
             capture_output=True,

@@ -1,11 +1,8 @@
-"""Health sources of `--node-check`: their syntax, the program that runs the built-in one, and the commands in
-contrib/ that query services of a site.
-"""
+"""Values of `--node-check`, and the commands in contrib/ that query services of a site."""
 
 import json
 import os
 import socket
-import sys
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -15,8 +12,7 @@ from helpers.procs import run_program
 
 import elasticrs
 from elasticrs._engine.cli.arguments import resolve
-from elasticrs._engine.gpus import node_check
-from elasticrs._engine.gpus.node_check import NO_ANSWER, UNFIT, NodeCheck
+from elasticrs._engine.gpus.node_check import NodeCheck
 from elasticrs._engine.job.config import HealthSource, UsageError
 from elasticrs._engine.job.options import parse
 
@@ -27,7 +23,7 @@ class TestSourceSyntax:
     @pytest.mark.parametrize(
         ("text", "source"),
         [
-            ("nvml", HealthSource("nvml", (), "nvml")),
+            ("nvml", HealthSource("nvml")),
             ("gpud scan --fast", HealthSource("the node check", ("gpud", "scan", "--fast"))),
             ("sh -c 'exit 1'", HealthSource("the node check", ("sh", "-c", "exit 1"))),
         ],
@@ -56,37 +52,13 @@ class TestSourceSyntax:
         assert ("did you mean nvml?" in str(error.value)) == is_similar
 
 
-class TestHealthProgram:
-    @pytest.fixture
-    def source(self, tmp_path, monkeypatch):
-        """Return a function that makes a module with this ``main`` function the source ``nvml``."""
-
-        def make(main):
-            (tmp_path / "a_health_source.py").write_text(main)
-            monkeypatch.setitem(node_check.MODULES, "nvml", "a_health_source")
-            monkeypatch.syspath_prepend(tmp_path)
-            monkeypatch.delitem(sys.modules, "a_health_source", raising=False)
-
-        return make
-
-    @pytest.mark.parametrize(("result", "code"), [(0, 0), (1, UNFIT)])
-    def test_the_result_of_a_source_becomes_the_exit_code(self, source, result, code):
-        source(f"def main(): return {result}")
-        assert node_check.main("nvml") == code
-
-    def test_an_import_error_counts_as_no_answer(self, monkeypatch, tmp_path):
-        (tmp_path / "elasticrs").mkdir()
-        (tmp_path / "elasticrs" / "__init__.py").touch()
-        monkeypatch.setattr(elasticrs, "__path__", [str(tmp_path / "elasticrs")])
-        (result,) = NodeCheck([HealthSource.parse("nvml")], 60.0).finish()
-        assert result.unfit is None
-        assert "ModuleNotFoundError" in result.problem
-
-    def test_an_exception_in_a_source_counts_as_no_answer(self, source, capfdbinary):
-        source("def main(): raise KeyError('x')")
-        assert node_check.main("nvml") == NO_ANSWER
-        sys.stdout.flush()
-        assert capfdbinary.readouterr().out == b"KeyError: 'x'\n"
+def test_an_import_error_of_the_built_in_check_counts_as_no_answer(monkeypatch, tmp_path):
+    (tmp_path / "elasticrs").mkdir()
+    (tmp_path / "elasticrs" / "__init__.py").touch()
+    monkeypatch.setattr(elasticrs, "__path__", [str(tmp_path / "elasticrs")])
+    (result,) = NodeCheck([HealthSource.parse("nvml")], 60.0).finish()
+    assert result.unfit is None
+    assert "ModuleNotFoundError" in result.problem
 
 
 def command(script, *arguments):

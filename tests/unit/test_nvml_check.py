@@ -7,15 +7,14 @@ import pytest
 from helpers.fake_nvml import gpus
 from helpers.procs import run_program
 
-from elasticrs._engine.gpus.node_check import NO_ANSWER, UNFIT, NodeCheck
+from elasticrs._engine.gpus.node_check import UNFIT, NodeCheck
 from elasticrs._engine.gpus.nvml import RECOVERY_ACTIONS
+from elasticrs._engine.gpus.nvml_check import NO_ANSWER
 from elasticrs._engine.job.config import HealthSource
 
 __all__ = ["gpus"]
 
-ASK = (
-    "import sys; from elasticrs._engine.gpus import node_check, nvml_check;sys.exit(node_check.main('nvml'))"
-)
+ASK = "import sys; from elasticrs._engine.gpus import nvml_check; sys.exit(nvml_check.main())"
 SHORT_LIMIT = ASK.replace("sys.exit", "nvml_check.LIMIT = 0.5; sys.exit")
 COMMAND = (sys.executable, "-c", ASK)
 RESET, REBOOT = 1, 2

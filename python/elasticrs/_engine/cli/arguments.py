@@ -15,7 +15,7 @@ import elasticrs
 from elasticrs._engine import public
 from elasticrs._engine.job import config
 from elasticrs._engine.job.config import (
-    BUILT_IN_SOURCES,
+    NVML,
     HealthSource,
     JobSpec,
     LogSettings,
@@ -392,15 +392,15 @@ def _compared(args: Namespace, command: list[str]) -> Command:
 
 
 def _check_source(source: HealthSource, environ: Mapping[str, str]) -> None:
-    if source.built_in is None:
+    if source.words:
         try:
             _check_program(source.words[0], "--node-check: program", environ)
         except UsageError as error:
             import difflib
 
             word = source.words[0].partition(":")[0].lower()
-            near = difflib.get_close_matches(word, BUILT_IN_SOURCES, 1, 0.5)
-            raise UsageError(f"{error} (did you mean {near[0]}?)" if near else str(error)) from None
+            hint = f" (did you mean {NVML}?)" if difflib.get_close_matches(word, (NVML,), 1, 0.5) else ""
+            raise UsageError(f"{error}{hint}") from None
 
 
 def _check_script(script: str) -> None:

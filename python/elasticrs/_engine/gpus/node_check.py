@@ -1,8 +1,8 @@
 """Runs the checks that decide whether this node can run workers (``--node-check``).
 
-A check is a user's command or a built-in module (:data:`MODULES`). It runs in a child process. The ``main``
-of a module returns 0 if the node is fit and 1 if it is unfit. The last line of output is the reason. If
-``main`` raises an exception, there is no answer, because a failed check says nothing about the node.
+A check is a user's command or :mod:`.nvml_check`. It runs in a child process. The last line of output of
+``nvml_check`` is the reason. If it raises an exception, there is no answer, because a failed check says
+nothing about the node.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import os
 import select
 import signal
 import subprocess
-import sys
 import time
 from functools import partial
 
@@ -22,19 +21,12 @@ from elasticrs._engine.process.other_processes import command as program
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from elasticrs._engine.job.config import HealthSource
 
 UNFIT = 10
-"""Exit code for an unfit node. Python itself exits with 1 if this program cannot be imported."""
-NO_ANSWER = 75
-"""Exit code if the health source gave no answer (``EX_TEMPFAIL`` in sysexits.h)."""
-
-MODULES = {
-    "nvml": "elasticrs._engine.gpus.nvml_check",
-}
-"""Module of each health source in :data:`.BUILT_IN_SOURCES`."""
+"""Exit code of :mod:`.nvml_check` for an unfit node. Python itself exits with 1 after an exception."""
 
 MAX_OUTPUT = 65536
 """Maximum number of bytes of a check's output that are kept. Of a longer output, the beginning is dropped."""
@@ -111,7 +103,7 @@ def _run_all(sources: Sequence[HealthSource], timeout: float, cancelled: int) ->
 
 
 def _run(source: HealthSource, timeout: float, cancelled: int) -> NodeCheckResult:
-    title = source.built_in or "node check"
+    title = "node check" if source.words else source.title
     try:
         # Start a helper, which kills the check's command if this process dies before the command ends.
         guard = _start(
@@ -140,7 +132,7 @@ def _run(source: HealthSource, timeout: float, cancelled: int) -> NodeCheckResul
     how = f"{source.title} {how_it_ended(process.returncode)}"
     if process.returncode in _STOPPED:
         return NodeCheckResult(title, problem=how, lines=lines)
-    if source.built_in is None:
+    if source.words:
         return NodeCheckResult(title, unfit=how, lines=lines)
     reason = f"{source.title}: {printable(lines[-1])}" if lines and process.returncode > 0 else how
     is_unfit = process.returncode == UNFIT
@@ -148,9 +140,7 @@ def _run(source: HealthSource, timeout: float, cancelled: int) -> NodeCheckResul
 
 
 def _command(source: HealthSource) -> list[str]:
-    if source.built_in is None:
-        return list(source.words)
-    return program(__name__, source.built_in)
+    return list(source.words) or program("elasticrs._engine.gpus.nvml_check")
 
 
 def _start(command: Sequence[str], stdin: int, stdout: int) -> subprocess.Popen[bytes]:
@@ -240,26 +230,3 @@ def _reap_group(group: int) -> None:
                 time.sleep(_PAUSE)
     except ChildProcessError:
         return
-
-
-class NoAnswerError(Exception):
-    """Raised if a health source cannot be reached, or if its reply cannot be interpreted."""
-
-
-def say(line: str) -> None:
-    """Print a line as UTF-8 in any locale. Replace characters that cannot be encoded."""
-    sys.stdout.buffer.write(line.encode("utf-8", "replace") + b"\n")
-
-
-def main(name: str) -> int:
-    """Run a built-in health source. Return 0 if the node is fit, :data:`UNFIT` or :data:`NO_ANSWER`."""
-    from importlib import import_module
-
-    try:
-        ask: Callable[[], int] = import_module(MODULES[name]).main
-        return UNFIT if ask() else 0
-    except NoAnswerError as error:
-        say(str(error))
-    except Exception as error:
-        say(f"{type(error).__name__}: {error}")
-    return NO_ANSWER

@@ -6,13 +6,16 @@ import os
 import sys
 
 from elasticrs._engine.gpus import nvml
-from elasticrs._engine.gpus.node_check import NO_ANSWER, UNFIT, NoAnswerError, say
+from elasticrs._engine.gpus.node_check import UNFIT
 from elasticrs._engine.gpus.nvml import NvmlError
 from elasticrs._engine.process.background_call import BackgroundCall
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from elasticrs._engine.gpus.nvml import Nvml
+
+NO_ANSWER = 75
+"""Exit code if NVML gave no answer (``EX_TEMPFAIL`` in sysexits.h)."""
 
 LIMIT = 40.0
 """Time limit in seconds for all NVML calls. The initialization is slow if the driver is not loaded yet."""
@@ -111,9 +114,14 @@ def problem_of(error: NvmlError) -> str:
     return f"NVML failed ({error})"
 
 
+def say(line: str) -> None:
+    """Print a line as UTF-8 in any locale. Replace characters that cannot be encoded."""
+    sys.stdout.buffer.write(line.encode("utf-8", "replace") + b"\n")
+
+
 def main() -> int:
-    """Return 1 if a GPU is unfit, otherwise 0. If an NVML call hangs, exit the process.
-    Raise :class:`NoAnswerError` if NVML cannot be used, and no GPU has been found unfit.
+    """Return the exit code: :data:`.UNFIT` if a GPU is unfit, otherwise :data:`NO_ANSWER` if NVML could not
+    be used for all GPUs, otherwise 0. If an NVML call hangs, exit the process.
     """
     findings = GpuFindings()
     call = BackgroundCall(findings.collect)
@@ -132,11 +140,10 @@ def main() -> int:
     problems += findings.unexamined
     for remark in findings.remarks:
         say(remark)
-    if problems and not findings.unfit and has_answered:
-        raise NoAnswerError("; ".join(problems))
     say("; ".join([*findings.verdict(is_complete=not problems), *problems]))
+    code = UNFIT if findings.unfit else NO_ANSWER if problems else 0
     if not has_answered:
         sys.stdout.flush()
         # The normal exit would wait for the thread that hangs in the driver.
-        os._exit(UNFIT if findings.unfit else NO_ANSWER)
-    return 1 if findings.unfit else 0
+        os._exit(code)
+    return code

@@ -654,15 +654,17 @@ class ExitCodes(Value):
         return ExitCodes(kind, permanent, unfit)
 
 
-BUILT_IN_SOURCES = ("nvml",)
+NVML = "nvml"
+"""Value of ``--node-check`` that stands for elasticrs's own check, and not for a command."""
 
 
 class HealthSource(Value):
-    """A node health check: a built-in source, or a user's program and its arguments (``words``)."""
+    """A node health check: elasticrs's own check with NVML, or a user's program and its arguments (``words``,
+    which are empty for NVML).
+    """
 
     title: str
-    words: tuple[str, ...]
-    built_in: str | None = None
+    words: tuple[str, ...] = ()
 
     @staticmethod
     def parse(text: str) -> HealthSource:
@@ -672,11 +674,11 @@ class HealthSource(Value):
                 f"a command, because the source {name} is gone: copy contrib/node-checks/{name}.sh from the"
                 f" project, and pass 'bash /PATH/{name}.sh'"
             )
-        if name not in BUILT_IN_SOURCES:
+        if name != NVML:
             return HealthSource("the node check", _words(text))
         if colon:
             raise ValueError(name)
-        return HealthSource(name, (), name)
+        return HealthSource(NVML)
 
 
 def _words(text: str) -> tuple[str, ...]:
