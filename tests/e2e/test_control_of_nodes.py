@@ -145,6 +145,31 @@ def test_commands_and_events_know_the_present_nodes_although_no_worker_was_resta
     assert [agent.wait() for agent in (host, stays)] == [1, 1]
 
 
+@pytest.mark.parametrize("mode", ["restart", "replace"])
+@pytest.mark.parametrize("options", [(), ("--now",)], ids=["stop", "now"])
+def test_a_stop_on_a_node_that_leaves_ends_the_job(nodes, sockets, asked, tmp_path, mode, options):
+    # Only the workers of the node whose name is the name of a file do not end at SIGTERM.
+    late = f"os.path.exists('{tmp_path}/' + os.uname().nodename)"
+    source = f"import os, signal\nsignal.signal(15, lambda *_: {late} or os._exit(1))\n{SAVES}"
+    job = nodes("2:3", 3, f"--on-failure={mode}", f"--report={tmp_path}/report", source=source)
+    host, leaves, other = job.by_host()
+    name = status_of(sockets, leaves)["host"]
+    (tmp_path / name).touch()
+    assert asked("drain", name, "--no-wait", f"--job={host.pid}")[0] == 0
+    code, text = asked("stop", *options, "--no-wait", f"--job={leaves.pid}")
+    assert (code, "stopping the job: " in text) == (0, True), text
+    if not options:
+        code, text = asked("stop", "--no-wait", f"--job={leaves.pid}")
+        assert (code, "the job is being stopped already" in text) == (5, True), text
+        assert asked("stop", "--now", f"--job={leaves.pid}")[0] == 0
+    assert [agent.wait() for agent in job.agents] == [1, 1, 1]
+    for agent in (host, other):
+        assert ("elasticctl stop --now" if options else f"elasticctl stop on node {name}") in agent.stderr
+        ends = [line for line in agent.stderr.splitlines() if "the job ends" in line]
+        assert not any("left" in line for line in ends), ends
+    assert "by elasticctl stop" in leaves.stderr
+
+
 def test_a_checkpoint_by_one_command_reaches_the_ranks_of_all_nodes(nodes, asked):
     job = nodes("2", 2, source=SAVES, nproc=2)
     code, text = asked("checkpoint", f"--job={job.agents[1].pid}")

@@ -495,6 +495,17 @@ def test_closing_ends_the_job_for_all_nodes():
     assert a.outcome == b.outcome == spare.outcome
 
 
+def test_a_node_that_leaves_can_close_the_job_and_waits_until_it_is_closed():
+    _, (_, b) = running(2, min_nodes=1)
+    b.send(m.Leave("SIGTERM"))
+    b.fire("leave")
+    step(b.member, m.Leave(SIGNAL, close=True))
+    _, actions = step(b.member, m.GroupEnded())
+    assert not any(isinstance(action, m.Exit) for action in actions)
+    _, actions = step(b.member, m.TimerFired("leave"))
+    ends(actions[-1].outcome, "aborted", SIGNAL)
+
+
 def test_a_closed_job_stays_closed_if_the_store_exits_before_the_workers():
     _, (a, b) = running(2)
     a.send(m.Leave(SIGNAL, close=True))

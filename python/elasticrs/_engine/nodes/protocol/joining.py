@@ -670,6 +670,9 @@ def _close_job(member: Member, reason: str) -> None:
     leaving = member.leaving = member.leaving or Leaving()
     if leaving.closing is not None:
         return
+    if leaving.outcome is not None and leaving.outcome.kind == "left":
+        # Do not exit when the farewell is known: the store may first reject the write that closes the job.
+        leaving.outcome, leaving.is_overdue = None, False
     leaving.closing = reason
     member.arm("leave", member.settings.close_timeout)
     if member.link is not None:

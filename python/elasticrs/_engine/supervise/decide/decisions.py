@@ -98,6 +98,11 @@ class Decisions(ABC):
         return (self.signum is not None or self.ends_elsewhere) and not self.phase.is_terminal
 
     @property
+    def can_be_stopped(self) -> bool:
+        """True if no user has asked to end the job. This node may be leaving it."""
+        return not self.is_ending or (self.leaves and not self.ends_elsewhere)
+
+    @property
     def others_running(self) -> int:
         """Number of nodes on which the job runs now without this node; 0 if this node takes part."""
         return 0

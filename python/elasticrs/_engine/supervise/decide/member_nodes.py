@@ -106,7 +106,7 @@ class MemberNodes(SeveralNodes):
                 self._console.say(action.text)
             elif isinstance(action, messages.Exit):
                 self._ended = action.outcome
-                self._tell_end()
+                self._tell_end(action.outcome)
                 found.append(shared.JobEnded(signum))
         return found
 
@@ -151,9 +151,11 @@ class MemberNodes(SeveralNodes):
             count = nodes(begun.ranks.group_world_size)
             self._console.say(f"{why}; the workers of this node continue, {count} ({cost})")
 
-    def _tell_end(self) -> None:
+    def _tell_end(self, outcome: messages.Outcome) -> None:
         if self._node.group == "running" and self.signum is None:
-            why = f"{self._why}: " if self._why else ""
+            # A user may end the job while a round cannot begin, for example because a node has left.
+            reason = outcome.message if outcome.kind == "aborted" else self._why
+            why = f"{reason}: " if reason else ""
             self._console.say(f"{why}the job ends, stopping the workers of this node")
 
     def _carry(self, *events: machine.Event) -> list[machine.Action]:

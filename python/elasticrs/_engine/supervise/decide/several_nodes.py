@@ -215,10 +215,11 @@ class SeveralNodes(Decisions):
         if self._driver is None:
             self.phase, self.signum = machine.Phase.STOPPED, signum
             return [machine.Exit(1)]
-        if self.signum is not None:
+        was_leaving = self.leaves
+        if self.signum is not None and not (was_leaving and ends_job):
             # A second stop request kills the workers at once.
             return self._kill()
-        self.signum, self._is_now = signum, event.now
+        self.signum, self._is_now, self.leaves = signum, event.now, False
         name = phrases.signal_name(signum)
         reason, ends_the_job = name, True
         if ends_job:
@@ -231,7 +232,7 @@ class SeveralNodes(Decisions):
         else:
             what, ends_the_job, self.leaves = "this node leaves the job", False, True
             reason = f"elasticctl {event.order}" if event.order else name
-        if self._group_exists:
+        if self._group_exists and (event.now or not was_leaving):
             again = phrases.AGAIN if ends_job is None else _NOW if ends_job else ""
             grace = f"{name} to the workers, SIGKILL in {self._job.shutdown_timeout:g} s{again}"
             what += f"; {'SIGKILL to the workers' if event.now else grace}"

@@ -388,7 +388,7 @@ class Agent:
         self._tell_stop, self._stop_order = tell, event.order
         attempt = self._tracker.attempt
         kills = event.now and attempt is not None and not attempt.has_ended
-        if kills or not self._is_asked_to_stop:
+        if kills or not self._is_asked_to_stop or (event.ends_job and self._decisions.leaves):
             self.result.order, self.result.was_killed = event.order, kills
         self._is_asked_to_stop = True
         self._events.append(event)

@@ -227,8 +227,8 @@ class Orders:
         answer({"code": DONE, "name": self._node})
 
     def _stop(self, order: dict[str, Any], answer: Answer) -> None:
-        is_now, is_stopping = order.get("now") is True, self._decisions.is_ending
-        if is_stopping and not is_now:
+        is_now = order.get("now") is True
+        if not is_now and not self._decisions.can_be_stopped:
             raise Refused("the job is being stopped already; --now kills the workers at once")
         what = "the job" if self._decisions.can_end_job else "this node's part of the job"
         how = "its workers are being killed" if is_now else f"SIGTERM to its workers, {self._grace()}"
