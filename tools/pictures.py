@@ -90,12 +90,17 @@ def read_cast(name: str) -> Cast:
 
 
 def lines_of(cast: Cast) -> Iterator[tuple[float, str]]:
-    """Yield the lines of a recording, each with the seconds after which the picture shows it."""
-    now, before, rest = 0.0, 0.0, ""
+    """Yield the lines of a recording, each with the seconds after which the picture shows it. If the job has
+    failed, yield only its report and the launcher's last line.
+    """
+    now, before, rest, is_shown = 0.0, 0.0, "", cast[0]["exit_code"] == 0
     for at, text in cast[1]:
         now, before = now + min(at - before, LONGEST_WAIT), at
         *lines, rest = (rest + text).replace("\r\n", "\n").split("\n")
-        yield from ((now, line) for line in lines)
+        for line in lines:
+            is_shown |= line.startswith("=====")
+            if is_shown:
+                yield now, line
 
 
 COLOURED = (
@@ -105,22 +110,25 @@ COLOURED = (
     (r"\brank \d+ did not enter it: it is in \w+ \([\w.:]+\)|\bcalled at [\w.:]+", "r"),
     (r"\b(?:0 steps(?: lost)?|succeeded)\b", "g"),
 )
-"""Patterns of texts that the picture shows in a style, and the style. The launcher prints no colours."""
+"""Patterns of texts that the picture shows in a style, and the style."""
+STYLES = {"1;31": "r", "2": "f", "1": "b"}
+"""Style in the picture for the escape sequences of the report, by their numbers."""
 
 
 def draw_cast(cast: Cast, theme: Theme) -> str:
     """Draw a recording as a terminal in which the lines appear one after the other."""
     shown = [
-        (at, row)
+        (at, row, style)
         for at, line in _folded(list(lines_of(cast)))
-        for row in textwrap.wrap(line, COLUMNS, subsequent_indent="    ", break_on_hyphens=False)
+        for style, text in [_style_of(line)]
+        for row in textwrap.wrap(text, COLUMNS, subsequent_indent="    ", break_on_hyphens=False)
     ]
     total = shown[-1][0] + LAST
     width, height = round(2 * MARGIN + COLUMNS * CHARACTER), TOP + LINE * len(shown) + MARGIN
-    style = [
+    css = [
         f"text{{font:13px {MONO};fill:{theme.ink};white-space:pre}}.a{{fill:{theme.accent}}}",
         f".b{{font-weight:bold}}.r{{fill:{theme.bad};font-weight:bold}}.g{{fill:{theme.good};font-weight:bold}}",
-        f".t{{font:12px {SANS};fill:{theme.faint}}}",
+        f".f{{fill:{theme.faint}}}.t{{font:12px {SANS};fill:{theme.faint}}}",
         "@media(prefers-reduced-motion:no-preference)",
         f"{{.l{{animation:{total:.1f}s step-end {FIRST - total:.1f}s infinite}}}}",
     ]
@@ -132,12 +140,19 @@ def draw_cast(cast: Cast, theme: Theme) -> str:
         *(f'<circle cx="{x}" cy="15" r="5" fill="{theme.line}"/>' for x in (18, 35, 52)),
         f'<text class="t" x="{width / 2:g}" y="19" text-anchor="middle">{escape(cast[0]["title"])}</text>',
     ]
-    for number, (at, row) in enumerate(shown):
-        style.append(f"@keyframes k{number}{{0%{{opacity:0}}{100 * at / total:.2f}%,to{{opacity:1}}}}")
+    for number, (at, row, style) in enumerate(shown):
+        css.append(f"@keyframes k{number}{{0%{{opacity:0}}{100 * at / total:.2f}%,to{{opacity:1}}}}")
         place = f'class="l" style="animation-name:k{number}" x="{MARGIN}" y="{TOP + LINE * number + 12}"'
         length = f'textLength="{len(row) * CHARACTER:g}" lengthAdjust="spacingAndGlyphs"'
-        body.append(f"<text {place} {length}>{_coloured(row)}</text>")
-    return svg(width, height, cast[0]["title"], "".join(style), body)
+        text = f'<tspan class="{style}">{escape(row)}</tspan>' if style else _coloured(row)
+        body.append(f"<text {place} {length}>{text}</text>")
+    return svg(width, height, cast[0]["title"], "".join(css), body)
+
+
+def _style_of(line: str) -> tuple[str, str]:
+    """Return the style of a line, empty if it has none, and the line without escape sequences."""
+    coloured = re.fullmatch(r"\x1b\[([\d;]+)m(.*)\x1b\[0m", line)
+    return (STYLES[coloured[1]], coloured[2]) if coloured else ("", line)
 
 
 def _folded(lines: Sequence[tuple[float, str]]) -> Iterator[tuple[float, str]]:
@@ -240,6 +255,12 @@ def record_casts() -> None:
     )
     record_cast(
         "exception", "A rank raises an exception: no step is lost", f"{one} train.py", [(2, 151, "raised")]
+    )
+    record_cast(
+        "report",
+        "The report of a failed job",
+        "elasticrun --standalone --nproc-per-node 4 train.py",
+        [(2, 151, "raised")],
     )
     with socket.create_server(("localhost", 0)) as free:
         port = free.getsockname()[1]

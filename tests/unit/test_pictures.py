@@ -39,7 +39,6 @@ def events(cast, name):
 
 
 def test_recordings_show_the_times_and_steps_of_their_events(cast):
-    assert cast[0]["exit_code"] == 0
     restarts = [
         each["metadata"] for each in events(cast, "attempt running") if each["metadata"]["agent_restarts"]
     ]
@@ -50,6 +49,14 @@ def test_recordings_show_the_times_and_steps_of_their_events(cast):
     for hang in events(cast, "worker hung"):
         assert json.loads(hang["metadata"]["metadata"])["message"] in shown(cast)
     assert restarts or "lost" in shown(cast)
+
+
+def test_the_report_names_the_rank_and_the_line_that_has_failed():
+    report = shown(pictures.read_cast("report"))
+    rank = re.search(r"rank +: (\d+)", report)[1]
+    at = int(re.findall(r"train\.py:(\d+)", report)[-1])
+    assert f"rank {rank} of 4: ValueError: a bad batch" in report
+    assert "raise ValueError" in pictures.DEMO.read_text(encoding="utf-8").splitlines()[at - 1]
 
 
 def test_the_recording_of_a_hang_has_one():
@@ -71,6 +78,11 @@ MESSAGES = {
         "side effects",
         "failure was seen",
         "copied at the failure",
+    ),
+    "report": (
+        "Root Cause",
+        "Stopped by elasticrs after",
+        "another attempt may succeed",
     ),
     "hang": ("keeps the other ranks waiting", "did not enter it", "no heartbeat"),
     "node-lost": ("was lost", "stopping the workers of round", "no restart charged", "the job can continue"),
