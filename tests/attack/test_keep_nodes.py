@@ -29,6 +29,13 @@ TRAINS = """
     if sys.argv[1] == "hides" and rank == 1 and number != "1":
         os.environ["ELASTICRS_KEEP"] = "1" + os.environ["ELASTICRS_KEEP"]  # the mark of another file
     keep = Keep(model=model, optimizer=optimizer, odd=Odd(), replicated=True, every=int(sys.argv[2]))
+    if sys.argv[1] == "flips" and number == "2":
+        from elasticrs._engine.inside.keep import file, layout, restore
+        for slot in file.KeepFile(os.environ["ELASTICRS_KEEP"]).slots:
+            slot.map[slot.words[layout.Slot.DATA_AT]] ^= 1
+        if rank == 0:
+            restore.Kept = lambda *_: signal.pause()  # Only the other rank finds the damage.
+        dist.barrier()
     step = 0
     if not (sys.argv[1] == "waits" and rank == 1):
         step = keep.restore()
@@ -61,6 +68,14 @@ def test_a_rank_that_cannot_load_the_kept_state_does_not_train_from_another_step
     assert said(job, "BEGIN") == ["1 0 0", "1 1 0", "2 0 9", f"3 0 {second}", "4 0 0", "4 1 0"]
     assert any("ValueError('another loader')" in agent.stderr for agent in job)
     assert any("could not be loaded in two attempts" in agent.stderr for agent in job)
+
+
+def test_damage_of_all_copies_on_all_nodes_costs_one_attempt(agents):
+    job = agents("flips", 2)
+    assert [agent.wait() for agent in job] == [0, 0]
+    assert said(job, "BEGIN") == ["1 0 0", "1 1 0", "3 0 0", "3 1 0"]
+    assert any("rank 0: 2 damaged copies of steps" in agent.stderr for agent in job)
+    assert any("without kept state (copies of ranks 0, 1 were damaged" in agent.stderr for agent in job)
 
 
 @pytest.mark.parametrize("nodes", [1, 2])

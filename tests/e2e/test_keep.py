@@ -23,6 +23,18 @@ def test_a_job_ends_as_if_nothing_had_failed(torch_programs, tmp_path):
     assert hurt.lost() == [0, 0, 0]
 
 
+@pytest.mark.parametrize("more", [(), ("--sharded",)], ids=["replicated", "sharded"])
+def test_damage_of_all_copies_costs_one_attempt(torch_programs, tmp_path, more):
+    options = ["--steps", "30", "--every", "4", *more]
+    calm, hurt = (KeptTraining(tmp_path / name) for name in ("calm", "hurt"))
+    faults = ["--fault", "kill:0:1:13", "--fault", "flip:1:*:0"]
+    runs = f"training.launch(2, {str(calm.folder)!r}, *{options}); "
+    runs += f"training.launch(2, {str(hurt.folder)!r}, *{options + faults}, max_same_failures=1)"
+    torch_programs.checked(f"{LAUNCH}; {runs}")
+    assert hurt.ends() == calm.ends()
+    assert [(each.attempt, each.step) for each in hurt.logged("restored")] == [(0, 0), (0, 0), (2, 0), (2, 0)]
+
+
 def test_fully_sharded_job_loses_no_step_if_all_ranks_can_copy_and_few_after_a_kill(torch_programs, tmp_path):
     every = 4
     faults = ["raise:0:1:10", "kill:1:0:20", "exit:2:0:30"]

@@ -8,7 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from elasticrs._engine.inside.keep.file import DamagedCopyError
 from elasticrs._engine.job.restart_policy import (
+    DAMAGED,
     MAX_SUSPECTS,
     STEADY,
     UNPROVEN,
@@ -55,6 +57,13 @@ def decisions(
 def stops(found: list[RestartDecision]) -> tuple[int, Verdict | None]:
     """Return the number of restarts, and the kind of stop; `None` if the job is not stopped."""
     return len(found) - (found[-1].stop is not None), found[-1].stop
+
+
+def test_damaged_copies_do_not_count_as_the_same_failure():
+    assert f"{DamagedCopyError.__module__}.{DamagedCopyError.__qualname__}" == DAMAGED
+    once = RestartSettings(max_restarts=5, max_same_failures=1)
+    assert stops(decisions(once, [failure(exception=DAMAGED)] * 9)) == (5, Verdict.FAILED)
+    assert stops(decisions(once, [failure(exception=DAMAGED), failure()])) == (1, Verdict.PERMANENT)
 
 
 class TestFailures:

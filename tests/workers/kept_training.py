@@ -306,7 +306,8 @@ class Log:
 
 class Faults:
     """The faults of this rank in this attempt. Each strikes between forward and backward of its step, except
-    ``copy`` (SIGKILL in the first copy after this step) and ``restore`` (SIGKILL while restoring the state).
+    ``copy`` (SIGKILL in the first copy after this step), ``restore`` (SIGKILL while restoring the state) and
+    ``flip`` (before the state is restored, all ranks damage all copies in their files).
     """
 
     def __init__(self, texts, rank, log):
@@ -318,6 +319,9 @@ class Faults:
             if in_attempt in ("*", str(log.attempt)) and of_rank in ("*", str(rank))
         }
         self._step = 0
+        if "flip" in self._kinds.values():
+            flip()
+            dist.barrier()
         self._foreach_copy, torch._foreach_copy_ = torch._foreach_copy_, self._copy
 
     def _copy(self, targets, sources, **how):
@@ -358,6 +362,16 @@ class Faults:
             sys.excepthook(ValueError, ValueError("in the child"), None)
             os._exit(5)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 5
+
+
+def flip():
+    """Damage all copies in the file of this rank."""
+    from elasticrs._engine.inside.keep.file import KeepFile
+    from elasticrs._engine.inside.keep.layout import Slot
+
+    for slot in KeepFile(os.environ["ELASTICRS_KEEP"]).slots:
+        if slot.complete_step is not None:
+            slot.map[slot.words[Slot.DATA_AT]] ^= 1
 
 
 def scribble(rng):
@@ -405,7 +419,7 @@ def launch(nproc, folder, *arguments, max_restarts=9, **settings):
 
     # Create an optimizer before the forks, so that torch's modules for it are imported only once.
     torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1)
-    settings |= {"start_method": "fork", "max_restarts": max_restarts, "max_same_failures": 0}
+    settings = {"max_same_failures": 0, **settings, "start_method": "fork", "max_restarts": max_restarts}
     config = LaunchConfig(1, 1, int(nproc), **settings)
     elastic_launch(config, main)([folder, *arguments])
 

@@ -10,7 +10,8 @@ The agent of one node and the leader of several nodes both call :func:`decide`:
   are restarted.
 - **POLICY-2** The job stops after ``max_same_failures`` equal failures in a row without progress. Equal
   failures have the same kind (exception type, hang, or signal of a crash) and place, on the same rank or in
-  the same training step. Connection errors do not count, because they are often transient. A higher step is
+  the same training step. Connection errors do not count, because they are often transient, nor do damaged
+  copies of the training state (:data:`DAMAGED`), because later attempts do not use them. A higher step is
   progress, if steps are counted across restarts. Otherwise, an attempt that ran for :data:`STEADY` seconds
   has made progress. A shorter attempt may have made progress if its workers completed steps or hung: the job
   then stops only after :data:`UNPROVEN` times as many equal failures after the same number of steps.
@@ -46,6 +47,8 @@ CRASHES: dict[int, str] = {
     each: each.name for each in (SIGILL, SIGTRAP, SIGABRT, SIGBUS, SIGFPE, SIGSEGV, SIGSYS)
 }
 """Signals that errors of a program cause. Other signals usually come from other processes."""
+DAMAGED = "elasticrs._engine.inside.keep.file.DamagedCopyError"
+"""Exception type of a rank whose copy of the training state is damaged. The next attempt uses another one."""
 HANG = "hang"
 """Kind of a failure if the workers hung. Otherwise, it is an exception type or a signal name."""
 MAX_DOUBLINGS = 30
@@ -345,7 +348,7 @@ def _with_failure(history: FailureHistory, evidence: Evidence) -> FailureHistory
     highest = [history.reached, reached if _are_steps_global(evidence) else None]
     return history.replaced(
         last=last,
-        same=history.same + 1 if is_same else int(last is not None),
+        same=history.same + 1 if is_same else int(last is not None and last[0] != DAMAGED),
         reached=max((step for step in highest if step is not None), default=None),
         has_started=_has_started(history, evidence),
         without_progress=1 if has_progressed else history.without_progress + 1,
@@ -416,7 +419,7 @@ def _are_same(
     other: tuple[str, str, int | None, int | None],
     evidence: Evidence,
 ) -> bool:
-    if one is None or one[0] != other[0]:
+    if one is None or one[0] != other[0] or one[0] == DAMAGED:
         return False
     # The place of a hang is unknown if the worker did not send its stack in time.
     if one[1] != other[1] and not (other[0] == HANG and "" in (one[1], other[1])):

@@ -32,7 +32,11 @@ MAX_RECORD = 64 << 20
 """Maximum size in bytes of a record of random numbers and the like. The agent ignores longer records."""
 
 _CHUNK = 1 << 20
-_CLEARED = ((Head.PID, Head.CHECK_DIGEST), (Head.RESTORED, Head.SECURED))
+_CLEARED = (
+    (Head.PID, Head.CHECK_DIGEST),
+    (Head.RESTORED, Head.SECURED),
+    (Head.DAMAGED, Head.DAMAGED),
+)
 """First and last index of the words in a file's head that the agent clears before each attempt."""
 ALL_STEPS = _MAX_STEP = 1 << 62
 
@@ -202,8 +206,9 @@ class KeepFiles:
         small = frozenset(self._small(fd, head))
         first, stride, count = head[Head.TWINS : Head.TWINS + 3]
         twins = (first, stride, count) if count and stride else None
+        damaged = _step(head[Head.DAMAGED])
         if not head[Head.PID]:
-            return Holding(slots, small, has_joined=False, twins=twins)
+            return Holding(slots, small, has_joined=False, damaged=damaged, twins=twins)
         check = _step(head[Head.CHECK_STEP])
         return Holding(
             slots,
@@ -217,6 +222,7 @@ class KeepFiles:
             off=_text(fd, layout.REASON_AT, min(head[Head.REASON_LENGTH], layout.MAX_REASON)),
             changes=head[Head.CHANGES],
             refused=_step(head[Head.REFUSED]),
+            damaged=damaged,
             twins=twins,
         )
 

@@ -75,6 +75,7 @@ class Holding(Value):
         off: why the rank stopped copying its state, or could not load the step ``refused``; otherwise empty.
         changes: number of times that an optimizer changed the state before the rank completed its first step.
         refused: step that the rank could not load at the start of this attempt; ``None`` if it could.
+        damaged: newest step of which the file had a damaged copy, which a rank has deleted; ``None`` without.
         twins: which ranks have the same part of a sharded state as this rank, such as the replicas of HSDP:
             the first of them, the distance from each to the next, and their number. ``None`` if no other rank
             has the same part.
@@ -93,6 +94,7 @@ class Holding(Value):
     off: str = ""
     changes: int = 0
     refused: int | None = None
+    damaged: int | None = None
     twins: tuple[int, int, int] | None = None
 
     def to_json(self) -> dict[str, Any]:
@@ -111,7 +113,7 @@ class Holding(Value):
             slots.append(KeptSlot(*map(_whole, (index, step, attempt, layout, digest, sequence, why))))
         check, small = fields["check"], frozenset(map(_whole, fields["small"]))
         fields["off"] = str(fields["off"])
-        for name in ("attempt", "ended", "mode", "restored", "answer", "changes", "refused"):
+        for name in ("attempt", "ended", "mode", "restored", "answer", "changes", "refused", "damaged"):
             fields[name] = None if fields[name] is None else _whole(fields[name])
         if fields["twins"] is not None:
             first, stride, count = map(_whole, fields["twins"])
@@ -328,10 +330,11 @@ def choose(
         if not behind:
             break
     if best is None:
-        why = why_not or (_why_nothing(holdings, ended) if is_used else "")
+        why = _why_damaged(holdings) or why_not or (_why_nothing(holdings, ended) if is_used else "")
         best = Choice(ranks=ranks, is_replicated=are_equal)
     else:
-        why = why_not or (_why_not_newer(holdings, last[1]) if best.lost and last is not None else "")
+        why = (_why_damaged(holdings, best.step) if best.lost else "") or why_not
+        why = why or (_why_not_newer(holdings, last[1]) if best.lost and last is not None else "")
     if len(allowed) < len(steps):
         why = f"steps from {barred_from} on are set aside: two attempts that went on from there failed alike"
         if not barred_from:
@@ -406,6 +409,17 @@ def _sources(
 
 def _place(holder: int, slot: KeptSlot) -> tuple[int, int, int]:
     return holder, slot.index, slot.sequence
+
+
+def _why_damaged(holdings: Mapping[int, Holding], step: int | None = None) -> str:
+    """Return which ranks had damaged copies of steps after ``step``; an empty text if none had."""
+    ranks = [
+        rank
+        for rank, each in sorted(holdings.items())
+        if each.damaged is not None and (step is None or each.damaged > step)
+    ]
+    newer = "" if step is None else "newer "
+    return f"{newer}copies of {phrases.ranks_text(ranks, 4)} were damaged" if ranks else ""
 
 
 def _why_not_newer(holdings: Mapping[int, Holding], ended: int) -> str:

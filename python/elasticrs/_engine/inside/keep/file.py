@@ -96,6 +96,12 @@ class UnusableError(RuntimeError):
     """
 
 
+class DamagedCopyError(RuntimeError):
+    """Raised if the copy that this rank was to restore is damaged, but other ranks may restore theirs. The
+    restart policy recognizes this failure by the name of the class (``DAMAGED`` in ``restart_policy.py``).
+    """
+
+
 class ForeignError(OffError):
     """Raised if the agent's file is for the state of another process, or of another ``Keep`` object."""
 

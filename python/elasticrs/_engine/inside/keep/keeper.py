@@ -14,6 +14,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from elasticrs._engine.inside.keep import choice, layout, nodes, restore, trees
 from elasticrs._engine.inside.keep.copier import Copier
 from elasticrs._engine.inside.keep.file import (
+    DamagedCopyError,
     ForeignError,
     KeepFile,
     OffError,
@@ -415,9 +416,15 @@ class Keeper:
             kept.check()
         except (restore.DamagedError, OffError) as error:
             text = f"rank {large['rank']}'s copy of step {step} cannot be restored: {error}"
+            # Other copies may be damaged, too. Let the next attempt not begin with one of these.
+            saved = (plan["home"], large["file"]) if "home" in plan else ()
+            steps = restore.drop_damaged((*plan["files"], *plan.get("partner_files", ()), *saved))
+            if steps:
+                text += f"; {restore.deleted_text(steps)}"
             if self._world > 1:
                 # If this rank went on from another step than the others, the training would go wrong.
-                raise RuntimeError(
+                kind = DamagedCopyError if isinstance(error, restore.DamagedError) else RuntimeError
+                raise kind(
                     f"elasticrs: keep: {text}. This attempt ends, and the next one goes on without this copy"
                 ) from error
             say(f"{text}; the script begins with its default")

@@ -104,7 +104,9 @@ class Head:
     of these ranks, the distance from each to the next, and their number. All three words are 0 if no other
     rank has the same part. Never reset.
     """
-    COUNT = 34
+    DAMAGED = 34
+    """The newest step of which a worker has found a damaged copy in this file, and has deleted it."""
+    COUNT = 35
 
 
 class Agreed:

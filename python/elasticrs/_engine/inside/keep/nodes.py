@@ -85,6 +85,8 @@ def agree(plan: Mapping[str, Any], file: KeepFile, other: int | None) -> Agreeme
     store = Store() if is_job_of_several_nodes() else None
     own = int(os.environ["GROUP_RANK"]), int(os.environ["LOCAL_RANK"])
     try:
+        if plan["must_check"] and (own[1] == 0 or store is None):
+            _check_copies(plan, facts)
         choice = _choice(store, own, facts)
         step, is_replicated = choice["step"], choice["replicated"]
         files = [file, *map(KeepFile, plan["partner_files"][own[1] : own[1] + 1])]
@@ -115,6 +117,33 @@ def agree(plan: Mapping[str, Any], file: KeepFile, other: int | None) -> Agreeme
     except (OSError, KeyError, TypeError, ValueError, RuntimeError, OffError) as error:
         # End the attempt, because a rank that continued from another step would make the training wrong.
         raise RuntimeError(f"elasticrs: keep: the nodes could not agree on a step: {error}") from error
+
+
+def _check_copies(plan: Mapping[str, Any], facts: dict[str, Any]) -> None:
+    """Delete the damaged copies of this node, because a rank has found one in the attempt before. Also delete
+    them from ``facts``, which this node publishes.
+    """
+    from elasticrs._engine.inside.keep.restore import deleted_text, drop_damaged
+
+    if steps := drop_damaged([*plan["files"], *plan["partner_files"]]):
+        say(deleted_text(steps))
+
+    def intact(place: str, record: Mapping[str, Any], first: int) -> dict[str, Any]:
+        file, holding = KeepFile(place), record["holding"]
+        slots = [each for each in holding["slots"] if file.slots[each[0] - first].complete_step == each[1]]
+        lost = [each[1] for each in holding["slots"] if each not in slots]
+        damaged = max([*lost, *filter(None, [holding["damaged"]])], default=None)
+        file.close()
+        return {**record, "holding": {**holding, "slots": slots, "damaged": damaged}}
+
+    facts["holdings"] = [
+        record and intact(place, record, 0)
+        for place, record in zip(plan["files"], plan["holdings"], strict=True)
+    ]
+    facts["partners"] = [
+        [intact(place, record, layout.SLOTS) for record in records]
+        for place, records in zip(plan["partner_files"], plan["partners"], strict=False)
+    ] or plan["partners"]
 
 
 def tell_off(reason: str, name: str) -> None:
@@ -469,8 +498,10 @@ def _offer(
             slot = slots[int(copy)]
             is_of_partner = int(copy) >= layout.SLOTS
             if part == "head" and is_of_partner and not is_intact(slot):
-                # Delete the damaged copy, because its rank is elsewhere. The next attempt chooses another.
-                slot.drop()
+                # Delete the damaged copies. Their own rank cannot find them, because it is on another node.
+                for each in slots[layout.SLOTS :]:
+                    if each.complete_step is not None and not is_intact(each):
+                        each.drop()
                 raise ValueError("the checksum is wrong")
         private, words, index = slot.read_only()
         data = memoryview(private)[words[Slot.DATA_AT] :][: words[Slot.DATA_LENGTH]]

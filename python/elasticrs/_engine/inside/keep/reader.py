@@ -25,8 +25,8 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from elasticrs._engine.inside.keep import trees
-from elasticrs._engine.inside.keep.file import KeepFile, OffError
-from elasticrs._engine.inside.keep.restore import DamagedError, Kept
+from elasticrs._engine.inside.keep.file import DamagedCopyError, KeepFile, OffError
+from elasticrs._engine.inside.keep.restore import DamagedError, Kept, drop_damaged
 from elasticrs._engine.inside.keep.saved import newest
 
 TYPE_CHECKING = False
@@ -170,7 +170,8 @@ class Reader(StorageReader):
             try:
                 kept.check()
             except DamagedError as error:
-                raise RuntimeError(
+                drop_damaged(each.file.place for each in self._copies)
+                raise DamagedCopyError(
                     f"elasticrs: keep: a copy of step {kept.step} is damaged: {error}"
                 ) from error
             self._checked.append(kept)
@@ -198,7 +199,8 @@ def open_copies(readable: Mapping[str, Any], own: KeepFile | None = None) -> lis
             for place, slot, sequence in copies
         ]
     except (DamagedError, OffError) as error:
-        raise RuntimeError(f"elasticrs: keep: a copy of step {step} is damaged: {error}") from error
+        drop_damaged(place for place, *_ in copies)
+        raise DamagedCopyError(f"elasticrs: keep: a copy of step {step} is damaged: {error}") from error
 
 
 def export_saved(folders: Sequence[str], out: str) -> int:

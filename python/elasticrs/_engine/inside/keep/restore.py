@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import pickle
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
 from elasticrs._engine.inside.keep import layout, state, trees
 from elasticrs._engine.inside.keep.copier import digest_of
-from elasticrs._engine.inside.keep.layout import Slot
+from elasticrs._engine.inside.keep.file import KeepFile, OffError
+from elasticrs._engine.inside.keep.layout import Head, Slot
+from elasticrs._engine.job import phrases
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping, Sequence
     from typing import Any
 
-    from elasticrs._engine.inside.keep.file import KeepFile
     from elasticrs._engine.inside.keep.state import Collector
     from elasticrs._engine.inside.keep.trees import Path
 
@@ -60,7 +62,6 @@ class Kept:
             step before the copy's step; empty if it is not known.
             """
         except (ValueError, pickle.UnpicklingError, LookupError) as error:
-            self._slot.drop()  # Mark the copy as deleted, so that no rank tries it again.
             raise DamagedError(f"its index is damaged ({error})") from error
         self.why_copied = self._words[Slot.WHY]
 
@@ -75,8 +76,6 @@ class Kept:
             DamagedError: the data is not what was written.
         """
         if digest_of(self._data()) != self._words[Slot.DIGEST]:
-            # Mark the copy as deleted, so that no rank tries it again.
-            self._slot.drop()
             raise DamagedError("its checksum is wrong")
 
     def tensors(self) -> dict[Path, torch.Tensor]:
@@ -90,6 +89,45 @@ class Kept:
             else torch.empty(shape, dtype=getattr(torch, dtype))
             for path, dtype, shape, offset, size, strides, _ in self.entries
         }
+
+
+def drop_damaged(places: Iterable[str]) -> list[int]:
+    """Check all copies in some files at once, and delete those that are damaged, so that no attempt tries to
+    restore one of them. Return the steps of the deleted copies. ``places`` are files as in
+    :class:`.KeepFile`. Ignore files that cannot be opened.
+    """
+
+    def dropped(pair: tuple[str, int]) -> list[int]:
+        place, number = pair
+        try:
+            file = KeepFile(place)
+        except (OffError, OSError):
+            return []
+        slot = file.slots[number]
+        step, sequence = slot.complete_step, slot.sequence
+        if step is None:
+            return []
+        try:
+            Kept(file, number, step, sequence).check()
+        except DamagedError:
+            if (slot.complete_step, slot.sequence) == (step, sequence):
+                slot.drop()
+                file.words[Head.DAMAGED] = max(file.words[Head.DAMAGED], step + 1)
+                return [step]
+        return []
+
+    pairs = [(place, number) for place in set(places) for number in range(layout.SLOTS)]
+    # Torch computes the checksums without the GIL.
+    with ThreadPoolExecutor() as pool:
+        return sorted(step for steps in pool.map(dropped, pairs) for step in steps)
+
+
+def deleted_text(steps: Sequence[int]) -> str:
+    """Tell the user that the copies of these steps were damaged and are deleted."""
+    is_one, which = len(steps) == 1, sorted(set(steps))
+    copies = f"{len(steps)} damaged cop{'y' if is_one else 'ies'} of step{'s' * (len(which) > 1)}"
+    verb = "is" if is_one else "are"
+    return f"{copies} {phrases.ranges_text(which, 4)} in the memory of this node {verb} deleted"
 
 
 def small_state(
@@ -126,7 +164,6 @@ def small_state(
             _, _, index = file.slots[own].read_only()
             return _decoded(state.split_index(index)[2]), []
         except (ValueError, pickle.UnpicklingError, LookupError) as error:
-            file.slots[own].drop()
             raise DamagedError(f"the index of its own copy is damaged ({error})") from error
     if (step, False) not in records:
         return None, []

@@ -12,6 +12,7 @@ import os
 from elasticrs._engine.inside.keep import layout
 from elasticrs._engine.job import config, phrases
 from elasticrs._engine.job.config import keep_memory
+from elasticrs._engine.job.restart_policy import DAMAGED
 from elasticrs._engine.process.background_call import BackgroundCall, FileAccess
 from elasticrs._engine.process.console import has_time
 from elasticrs._engine.supervise.attempt import file_text, memory_counters
@@ -140,6 +141,8 @@ class Keeping:
             shared["barred_from"] = None if self._loop is None else self._loop.barred_from
             shared["refused"] = None if self._loop is None else self._loop.refused
             shared["reached"] = self._reached
+            # The rank that found a damaged copy has checked only those of its own node.
+            shared["must_check"] = history.last is not None and history.last[0] == DAMAGED
             shared["ranks_before"] = world_before
             shared["has_peers"] = self._partners is not None
             shared["partner_files"] = (
@@ -201,7 +204,7 @@ class Keeping:
         holdings = {rank: files.holding(place, rank, self._world) for place, rank in ranks.items()}
         restored = [each.restored for each in holdings.values() if each.restored is not None]
         began, last = failed_soon([*holdings.values()], max(restored, default=None))
-        cause = None if history.last is None else history.last[:2]
+        cause = None if history.last is None or history.last[0] == DAMAGED else history.last[:2]
         refused = refused_of([*holdings.values()])
         self._loop = (self._loop or Loop()).after(began, last, cause, refused)
         self._reached = last_step(holdings.values(), self._reached)
