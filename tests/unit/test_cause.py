@@ -83,6 +83,18 @@ def test_the_failure_cause_names_a_crashed_or_hung_nursery_process(end, words):
         assert words in cause.message
 
 
+def test_the_oom_killer_is_named_if_it_killed_the_nursery_process():
+    # Whoever killed the workers, which die with the nursery, they are not called victims of the OOM killer.
+    attempt = attempt_of([(0, -9, None), (1, -9, 9)], first=-1)
+    attempt.oom_kills, attempt.oom_kills_after = {"/c/memory.events": 1}, {"/c/memory.events": 2}
+    ended(attempt, nursery_exitcode=-9)
+    cause = own_cause(attempt, PLACE)
+    assert "the nursery died by SIGKILL (probably by the kernel's OOM killer)" in cause.message
+    for each in all_failures(JobResult(attempts=[attempt])).values():
+        assert "oom_kill rose by 1 in /c/memory.events" in each.note
+        assert (each.how or ": the nursery died").startswith(": the nursery died")
+
+
 def test_a_failure_cause_names_the_worker_and_is_limited_in_size(tmp_path):
     stderr = tmp_path / "stderr.log"
     stderr.write_text("".join(f"line {number} {'x' * 500}\n" for number in range(100)))

@@ -110,7 +110,15 @@ class Attempt(EventLog):
         end = self.end
         if end is None or (end.nursery_exitcode is None and not end.nursery_hung):
             return None
-        return f"the nursery {phrases.how_the_nursery_ended(end.nursery_exitcode, end.nursery_hung)}"
+        how = phrases.how_the_nursery_ended(end.nursery_exitcode, end.nursery_hung)
+        return f"the nursery {how}{f' ({BY_OOM_KILLER})' if self.is_nursery_oom else ''}"
+
+    @property
+    def is_nursery_oom(self) -> bool:
+        """True if the OOM killer probably killed the nursery."""
+        end = self.end
+        code = None if end is None or end.nursery_hung else end.nursery_exitcode
+        return probably_oom(code, None, self.oom_kills, self.oom_kills_after)
 
     @property
     def is_undecided(self) -> bool:
@@ -385,6 +393,8 @@ class JobResult(Record):
 VMSTAT = "/proc/vmstat"
 """File with the number of the machine's OOM kills, used only if no memory cgroup's counters can be read."""
 
+
+BY_OOM_KILLER = "probably by the kernel's OOM killer"
 
 _ADVICE = (
     "raise the memory limit of its control group, or use smaller batches or fewer data loader workers",

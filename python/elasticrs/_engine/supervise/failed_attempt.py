@@ -29,7 +29,7 @@ from elasticrs._engine.job.phrases import shortened, summarize
 from elasticrs._engine.job.restart_policy import STEADY, Cause, Evidence, Permanence
 from elasticrs._engine.job.value import Value
 from elasticrs._engine.process.background_call import FILE_LIMIT
-from elasticrs._engine.supervise.attempt import oom_note, probably_oom
+from elasticrs._engine.supervise.attempt import BY_OOM_KILLER, oom_note, probably_oom
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -281,7 +281,9 @@ def told_here(attempt: Attempt, failure: ProcessFailure) -> str:
 def _failure(attempt: Attempt, worker: _core.WorkerExited, unread: str = "") -> ProcessFailure:
     rank = worker.local_rank
     paths = attempt.paths
-    oom = worker.exitcode, worker.sent_signal, attempt.oom_kills, attempt.oom_kills_after
+    # If the OOM killer has killed the nursery, the workers died with it.
+    killed = (-signal.SIGKILL, None) if attempt.is_nursery_oom else (worker.exitcode, worker.sent_signal)
+    oom = *killed, attempt.oom_kills, attempt.oom_kills_after
     timer = attempt.expired.get(rank)
     failure = failure_of(
         worker,
@@ -291,7 +293,7 @@ def _failure(attempt: Attempt, worker: _core.WorkerExited, unread: str = "") -> 
         sent_signal=worker.sent_signal if timer is None else None,
         cause=why_it_failed(attempt, rank),
         how=how_by_evidence(attempt, rank),
-        note=oom_note(*oom) if worker.sent_signal is None else None,
+        note=oom_note(*oom) if killed[1] is None else None,
         unread=unread,
     )
     if unread:
@@ -303,8 +305,8 @@ def _failure(attempt: Attempt, worker: _core.WorkerExited, unread: str = "") -> 
     if timer is not None and failure.error_file != NOT_AVAILABLE:
         # Add a note about the time limit, because the error file mentions only the signal that followed.
         failure.note = why_expired(attempt, rank)
-    if failure.how is None and probably_oom(*oom):
-        failure.how = f"{how_it_failed(failure)} (probably by the kernel's OOM killer)"
+    if failure.how is None and attempt.nursery_end is None and probably_oom(*oom):
+        failure.how = f"{how_it_failed(failure)} ({BY_OOM_KILLER})"
     _add_hang(attempt, worker, failure, is_read=not unread)
     return failure
 
