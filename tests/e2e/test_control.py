@@ -296,8 +296,10 @@ def test_without_a_folder_there_is_no_socket(launch, asked, monkeypatch):
     assert asked("ps")[0] == 0
 
 
-def test_another_stop_is_refused_on_the_other_node(launch, worker_script, sockets, asked):
-    command = (*meeting("2"), "--shutdown-timeout=600", worker_script(STUBBORN))
+@pytest.mark.parametrize("mode", ["restart", "replace"])
+def test_another_stop_is_refused_on_the_other_node(launch, worker_script, sockets, asked, mode):
+    options = ("--shutdown-timeout=600", f"--on-failure={mode}")
+    command = (*meeting("2"), *options, worker_script(STUBBORN))
     agents = [launch(*command, env={"ELASTICRS_CONTROL_DIR": str(sockets)}) for _ in range(2)]
     for agent in agents:
         agent.wait_for_line("here")

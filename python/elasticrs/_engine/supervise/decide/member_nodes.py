@@ -94,11 +94,13 @@ class MemberNodes(SeveralNodes):
                     self._follow_round()
                 found.append(shared.RoundBegan(action.round, action.restarts))
             elif isinstance(action, messages.Stop):
-                self._why = action.why
+                self._why, self.ends_elsewhere = action.why, action.asked
                 if action.fenced:
                     self._console.say(f"{action.why}; killing the workers of this node")
                     found.append(shared.MustStop(machine.SIGKILL, is_fence=True))
                 elif self._require_driver().is_leaving:
+                    if self.signum is None and self._node.group == "running":
+                        self._console.say(f"{action.why}: stopping the workers of this node")
                     found.append(shared.MustStop(signum))
                 else:
                     found.append(shared.RoundEnded(() if action.planned else self._meetings()))
@@ -106,6 +108,7 @@ class MemberNodes(SeveralNodes):
                 self._console.say(action.text)
             elif isinstance(action, messages.Exit):
                 self._ended = action.outcome
+                self.ends_elsewhere |= action.outcome.kind == "aborted"
                 self._tell_end(action.outcome)
                 found.append(shared.JobEnded(signum))
         return found
