@@ -5,9 +5,10 @@ from math import inf, nan
 from types import SimpleNamespace
 
 import pytest
+from helpers.said import says
 
 from elasticrs._engine.nodes.calls import RoundPlace
-from elasticrs._engine.supervise.run.orders import DONE, FAILED, REFUSED, Orders
+from elasticrs._engine.supervise.run.orders import DONE, FAILED, REFUSED, USAGE, Orders
 from elasticrs._engine.supervise.state_machine import Phase
 
 
@@ -57,6 +58,19 @@ def test_a_drain_of_another_node_is_refused_if_the_workers_end_before_the_nodes_
     job.reply(NAMES)
     assert [each["code"] for each in job.answers] == [REFUSED]
     assert len(job.asked) == 1
+
+
+def test_agents_on_one_machine_have_names_of_their_own_for_a_drain():
+    job = Job()
+    answers = {1: {"code": 0, "name": "one-host"}, 2: {"code": 0, "name": "one-host"}}
+    job.order(do="drain", node="one-host")
+    job.reply(answers)
+    (told,) = job.answers
+    assert told["code"] == USAGE
+    says(told["message"], "2 nodes are named one-host", "one-host:1", "one-host:2")
+    job.order(do="drain", node="one-host:2")
+    job.reply(answers)
+    assert list(job.asked[-1][1]) == [2]
 
 
 @pytest.mark.parametrize(

@@ -59,6 +59,13 @@ def status(workers, **fields):
     } | fields
 
 
+def test_rows_of_agents_on_one_machine_have_names_of_their_own():
+    told = [{"node": "n0", "group_rank": 1, "age_seconds": 1.0, "workers": [worker(1)]}]
+    told.append({"node": "n2", "group_rank": 2, "age_seconds": 1.0, "workers": [worker(2)]})
+    found = status([worker(0)], others=told, group={"rank": 0, "world_size": 3, "workers": 3})
+    assert [line.split()[1] for line in ranks_table(found)[1:]] == ["n0:0", "n0:1", "n2"]
+
+
 def test_the_sentence_says_how_the_job_is():
     found = sentence(status([worker(0, step=18412, age=0.25), worker(1, step=18411, age=0.5)]))
     assert found == (
@@ -137,7 +144,7 @@ def test_ranks_of_other_nodes_are_shown_with_their_nodes():
     told = {"node": "n1", "group_rank": 1, "age_seconds": 2.0}
     others = [
         {**told, "workers": [worker(2, progress={"step": 9, "counts": "keep", "age_seconds": 0.5})]},
-        {**told, "node": "n2", "workers": [worker(1, "PAUSED", 9)]},
+        {**told, "node": "n2", "group_rank": 2, "workers": [worker(1, "PAUSED", 9)]},
     ]
     found = status([worker(0, step=12, age=4.0)], others=others, group={"world_size": 4, "workers": 4})
     lines = ranks_table(found)

@@ -245,6 +245,13 @@ def phases(phases_ms: Mapping[str, float]) -> str:
     return f" ({', '.join(shown)})" if shown else ""
 
 
+def distinct_names(names: Mapping[int, str]) -> dict[int, str]:
+    """Return nodes' names by group rank. If several agents run on one host, append their group ranks."""
+    last = {name: rank for rank, name in names.items()}
+    shared = {name for rank, name in names.items() if last[name] != rank}
+    return {rank: f"{name}:{rank}" if name in shared else name for rank, name in names.items()}
+
+
 def duration(seconds: float) -> str:
     """Format seconds, such as ``12.3 s``, ``5 min 20 s`` or ``27 h 12 min``."""
     if seconds < 60:

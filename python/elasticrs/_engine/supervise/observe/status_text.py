@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from elasticrs._engine.job.phrases import (
     attempt_text,
     counted,
+    distinct_names,
     duration,
     how_it_ended,
     local_time,
@@ -100,14 +101,21 @@ def all_workers(status: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return the workers in a job's status, sorted by rank, each with the name of its node (``node``) and the
     age of its data (``told_seconds``). Workers of other nodes are included if their agents have answered.
     """
-    found = [{**worker, "node": status["host"], "told_seconds": 0.0} for worker in status["workers"]]
-    for told in status.get("others") or ():
+    others, own = status.get("others") or (), (status["group"] or {}).get("rank", -1)
+    names = distinct_names({own: status["host"], **{each["group_rank"]: each["node"] for each in others}})
+    found = [{**worker, "node": names[own], "told_seconds": 0.0} for worker in status["workers"]]
+    for told in others:
         for worker in told["workers"]:
             progress = worker.get("progress")
             if progress and progress.get("age_seconds") is not None:
                 progress = {**progress, "age_seconds": progress["age_seconds"] + told["age_seconds"]}
             found.append(
-                {**worker, "progress": progress, "node": told["node"], "told_seconds": told["age_seconds"]}
+                {
+                    **worker,
+                    "progress": progress,
+                    "node": names[told["group_rank"]],
+                    "told_seconds": told["age_seconds"],
+                }
             )
     return sorted(found, key=lambda worker: (worker["rank"] is None, worker["rank"] or 0))
 

@@ -345,17 +345,20 @@ class Orders:
             if self._place() != place:
                 raise Refused("the nodes have met again in the meantime; give the command again")
             node, own = str(order.get("node")), place.group_rank
-            names = {own: self._node, **{rank: str(each.get("name")) for rank, each in found.items()}}
-            ranks = [rank for rank, name in names.items() if name == node] or [
-                rank for rank in names if str(rank) == node
-            ]
+            told = {own: self._node, **{rank: str(each.get("name")) for rank, each in found.items()}}
+            names = phrases.distinct_names(told)
+            ranks = (
+                [rank for rank, name in names.items() if name == node]
+                or [rank for rank, name in told.items() if name == node]
+                or [rank for rank in names if str(rank) == node]
+            )
             listed = ", ".join(f"{phrases.printable(names[rank])} ({rank})" for rank in sorted(names)[:20])
             if not ranks:
                 raise Refused(
                     f"no node {phrases.printable(node)!r} has answered; these have: {listed}", USAGE
                 )
             if len(ranks) > 1:
-                raise Refused(f"{len(ranks)} nodes are named {node}: choose a group rank: {listed}", USAGE)
+                raise Refused(f"{len(ranks)} nodes are named {node}: choose one of these: {listed}", USAGE)
             if ranks == [own]:
                 self._drain_own(order, answer)
                 return
