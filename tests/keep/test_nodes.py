@@ -111,6 +111,19 @@ def test_saved_state_is_restored_only_if_all_nodes_see_the_same(seen, step):
     assert (choice["step"], bool(choice["why"])) == (step, step is None)
 
 
+@pytest.mark.parametrize("twins", [None, (0, 2, 2)])
+def test_fewer_ranks_restore_their_parts_only_if_these_are_replicated(twins):
+    """The first of two nodes with two ranks each is left. Its ranks had the first two of four parts."""
+    kept = Holding((KeptSlot(0, 20),), frozenset((20,)), mode=Mode.SHARDED, twins=twins).to_json()
+    records = [{"rank": rank, "holding": kept} for rank in (0, 1)]
+    choice = nodes.chosen([published(0, records, ranks_before=4)], 2)
+    assert choice["step"] == (None if twins is None else 20)
+    assert twins or "4 ranks kept step 20, now there are 2" in choice["why"]
+    # If another node has taken the place of the lost one, the number of ranks is the same.
+    both = [published(0, records, ranks_before=4), published(2, [None, None])]
+    assert "ranks 2, 3 had no copy of step 20" in nodes.chosen(both, 4)["why"] or twins
+
+
 def test_lost_steps_are_counted_from_the_latest_attempt_of_any_node():
     slot = Holding((KeptSlot(0, 27),), frozenset((27,)), mode=Mode.REPLICATED, attempt=3).to_json()
     found = [

@@ -277,6 +277,7 @@ def choose(
     refused: int | None = None,
     was_replicated: bool = False,
     before: tuple[int, int] | None = None,
+    ranks: int = 0,
 ) -> Choice:
     """Choose the training step that all ranks restore in the next attempt.
 
@@ -289,13 +290,16 @@ def choose(
         was_replicated: true if all ranks had the same state in an earlier attempt of this job.
         before: the result of :func:`last_step` after the earlier attempts. The steps that this choice loses
             are counted from there if no rank got to a step in the attempt that has ended.
+        ranks: number of ranks of the attempt that has ended, which may be more than are in ``holdings``.
     """
     if refused is not None:
         bar = min(refused, refused if barred_from is None else barred_from)
-        older = choose(holdings, world, barred_from=bar, was_replicated=was_replicated, before=before)
+        older = choose(
+            holdings, world, barred_from=bar, was_replicated=was_replicated, before=before, ranks=ranks
+        )
         if older.step is not None:
             return older.replaced(why=_why_refused(holdings) or f"a rank could not load step {refused}")
-    ranks, found = len(holdings), _current(holdings)
+    ranks, found = max(ranks, len(holdings)), _current(holdings)
     are_equal = is_replicated(holdings, was_replicated)
     is_used = any(holding.has_joined or holding.slots for holding in holdings.values())
     ended = max((each.ended for each in holdings.values() if each.ended is not None), default=None)
@@ -305,7 +309,7 @@ def choose(
     best: Choice | None = None
     why_not = ""
     for step in allowed:
-        sources, why = _sources(found, world, step, is_replicated=are_equal)
+        sources, why = _sources(found, world, ranks, step, is_replicated=are_equal)
         if sources is None:
             why_not = why_not or why
             continue
@@ -380,7 +384,7 @@ def is_replicated(holdings: Mapping[int, Holding], was_replicated: bool) -> bool
 
 
 def _sources(
-    found: Mapping[int, Holding], world: int, step: int, *, is_replicated: bool
+    found: Mapping[int, Holding], world: int, ranks: int, step: int, *, is_replicated: bool
 ) -> tuple[dict[int, tuple[int, int, int]] | None, str]:
     """Return :attr:`Choice.sources` for this step; ``None`` and the reason if it cannot be restored."""
     kept = {rank: slot for rank in found if (slot := found[rank].slot_of(step)) is not None}
@@ -398,11 +402,14 @@ def _sources(
         # Ranks with the same part must have equal copies. If the copies differ, do not use them here.
         if len({(kept[each].attempt, kept[each].layout, kept[each].digest) for each in holders}) == 1:
             takes[rank] = holders[0]
-    if takes.keys() == set(range(world)) >= found.keys():
+    # With another number of ranks, the parts are others, unless they are replicated, as with HSDP. Then the
+    # restoring rank compares the place of each part.
+    is_same_part = world == ranks or all(found[each].twins is not None for each in takes.values())
+    if takes.keys() == set(range(world)) >= found.keys() and is_same_part:
         return {rank: _place(takes[rank], kept[takes[rank]]) for rank in range(world)}, ""
-    if world != len(found):
+    if world != ranks:
         part = "each rank may have kept only a part of the state"
-        return None, f"{len(found)} ranks kept step {step}, now there are {world}, and {part}"
+        return None, f"{ranks} ranks kept step {step}, now there are {world}, and {part}"
     lacking = [rank for rank in range(world) if rank not in takes]
     return None, f"{phrases.ranks_text(lacking, 4)} had no copy of step {step}"
 

@@ -321,6 +321,7 @@ def chosen(found: Sequence[Mapping[str, Any]], world: int) -> dict[str, Any]:
     bars = [each["barred_from"] for each in found if each["barred_from"] is not None]
     refused = [each["refused"] for each in found if each["refused"] is not None]
     before = max((_pair(*each["reached"]) for each in found if each["reached"] is not None), default=None)
+    ranks = max(each["ranks_before"] for each in found)
     choice = choose(
         holdings,
         world,
@@ -328,6 +329,7 @@ def chosen(found: Sequence[Mapping[str, Any]], world: int) -> dict[str, Any]:
         refused=min(refused, default=None),
         was_replicated=any(each["was_replicated"] for each in found),
         before=before,
+        ranks=ranks,
     )
     others = {each.get("other") for each in found}
     why = why_other(choice.step, others.pop()) if len(others) == 1 else ""
@@ -335,7 +337,6 @@ def chosen(found: Sequence[Mapping[str, Any]], world: int) -> dict[str, Any]:
         return {**nothing, **_saved_facts(found, 0 if before is None else before[1])}
     if choice.step is None or why:
         return {**nothing, "why": why or choice.why, "replicated": choice.is_replicated}
-    ranks = max(each["ranks_before"] for each in found)
     now = {  # Ranks in this attempt, by node and local rank.
         (group_rank, local_rank): each["first_rank"] + local_rank
         for group_rank, each in enumerate(found)
