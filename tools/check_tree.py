@@ -40,6 +40,7 @@ CORE_DOORS = (
     *("_engine/supervise/run/tracker", "_engine/supervise/run/workers"),
     *("_engine/workers/functions/keeper", "_engine/workers/functions/supervised_group"),
     *("_engine/failures/failure", "_engine/workers/event_log", "timer/file_based_local_timer"),
+    "_engine/inside/keep/copier",
 )
 """The modules of the package that may import the extension, but for type checkers."""
 

@@ -1550,6 +1550,16 @@ def last_lines(path: str, count: int, max_bytes: int = 65536) -> list[bytes]:
     of the file.
     """
 
+def copy_and_sum(sources: list[int], targets: list[int], lengths: list[int]) -> int:
+    """Copy blocks of memory, given by addresses and lengths. Return the sum of the 8-byte words that were
+    copied, modulo 2 to the power of 64. In the sum, zeros complete the last word of a block.
+
+    The addresses are trusted, as by :func:`ctypes.memmove`. Those of targets must be multiples of 64.
+
+    Raises:
+        ValueError: the lists have different lengths.
+    """
+
 def check_limits(processes: int, files: int = 0, others: int = 0) -> None:
     """Check that the limits ``pids.max``, ``pid_max``, ``RLIMIT_NPROC`` and ``RLIMIT_NOFILE`` are high
     enough, before anything is started.

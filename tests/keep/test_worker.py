@@ -128,11 +128,11 @@ def test_order_and_sigterm_during_the_copy_at_an_exception_block_nothing(agent, 
         worker.run("train(1); train(2)")
         name = agent.joined()
         worker.run("signal.signal(signal.SIGTERM, lambda *_: keep.step(2))")
-        worker.run("from elasticrs._engine.inside.keep import copier; real, calls = copier.digest_of, []")
+        worker.run("from elasticrs._engine.inside.keep import copier; calls = []")
         # The first copy lasts until the order has been sent.
         first = f"(os.kill(os.getpid(), signal.SIGTERM), open({str(go_on)!r}).close())"
-        worker.run(f"def digest_of(data): calls or (calls.append(1), {first}); return real(data)")
-        worker.run("copier.digest_of = digest_of")
+        worker.run(f"def slow(*lists): calls or (calls.append(1), {first}); return real(*lists)")
+        worker.run("real, copier.copy_and_sum = copier.copy_and_sum, slow")
         worker.send("1 / 0")
         agent.send(name)
         go_on.write_text("")
@@ -614,20 +614,59 @@ OFF = {
 }
 
 
-def test_the_end_of_a_copy_does_not_let_the_program_change_what_the_next_one_reads(agent):
-    """The checksum of a copy is computed while the training goes on, and the next copy may be due then."""
+def test_the_program_does_not_change_its_tensors_while_a_periodic_copy_reads_them(agent):
     agent.begin()
     with agent.worker(preamble=model(every=4)) as worker:
         worker.run("import threading; from elasticrs._engine.inside.keep import copier, keeper")
-        worker.run("gate, real = threading.Event(), copier.digest_of")
-        worker.run("copier.digest_of = lambda data: (gate.wait(), real(data))[1]")
-        worker.run("train(1); train(2); train(3); train(4)")
-        worker.run("it = keeper._active._copier; it._live.acquire(); gate.set()")
-        assert not worker.run("it._is_copied.wait(0.3)")
-        worker.run("it._live.release(); train(5); it.wait_until_complete(60)")
+        worker.run("train(1); train(2); train(3); keeper._active._copier.wait_until_complete(60)")
+        worker.run("gate, real, seen = threading.Event(), copier.copy_and_sum, []")
+        worker.run("sums = lambda: [each.sum().item() for each in net.parameters()]")
+        slow = "(gate.wait(), seen.append(sums()), real(*lists))[-1]"
+        worker.run(f"copier.copy_and_sum = lambda *lists: {slow}")
+        worker.run("train(4); t = threading.Thread(target=train, args=(5,))")
+        expected = worker.run("sums()")
+        worker.run("t.start(); t.join(0.3)")
+        assert worker.run("t.is_alive()")
+        worker.run("gate.set(); t.join(); keeper._active._copier.wait_until_complete(60)")
+        assert worker.run("seen[0]") == expected
         with closing(agent.file()) as file:
             assert {slot.complete_step for slot in file.slots} >= {4}
         worker.kill()
+
+
+REPLACED = {
+    "memory": "net[0].weight.data = net[0].weight.data.clone()",
+    "place in the memory": "net[0].weight.data = torch.rand(40200)[100:40100].view(200, 200)",
+    "order of the numbers": "net[0].weight.data = torch.rand(200, 200).t()",
+    "numbers with gaps": "net[0].weight.data = torch.rand(200, 400)[:, ::2]",
+    "type": "net.double(); optimizer.load_state_dict(optimizer.state_dict())",
+    "size": "net[2].weight.data, net[2].bias.data = torch.rand(3, 200), torch.rand(3)",
+    "parameters": "net.load_state_dict({k: v + 1 for k, v in net.state_dict().items()}, assign=True)",
+    "state of the optimizer": "optimizer.load_state_dict(optimizer.state_dict())",
+    "one tensor of the optimizer": "optimizer.state[net[0].weight]['exp_avg'] = torch.rand(200, 200)",
+}
+"""What a program replaces between two copies, in a change of its state."""
+
+
+@pytest.mark.parametrize("what", REPLACED)
+def test_tensors_that_the_program_has_replaced_are_copied_as_they_are_now(agent, what):
+    agent.begin()
+    with agent.worker(preamble=model(replicated=True)) as worker:
+        worker.run("train(1)")
+        name = agent.joined()
+        assert agent.order(name) == Answer.KEPT
+        for step in (2, 3):
+            worker.run(f"keep.before_change(); {REPLACED[what]}; keep.step({step})")
+            assert agent.order(name) == Answer.KEPT
+            assert step_of(agent) == step
+        expected = worker.run("picture()[0]")
+        assert worker.kill()[1] == ""
+    agent.begin(step=3)
+    with agent.worker(preamble=model(replicated=True)) as worker:
+        if what in ("type", "size"):
+            worker.run(REPLACED[what])
+        assert worker.run("keep.restore()") == 3
+        assert worker.run("picture()[0]") == expected
 
 
 @pytest.mark.parametrize("said", OFF)

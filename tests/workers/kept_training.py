@@ -24,6 +24,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 from elasticrs import Keep
+from elasticrs._engine.inside.keep import copier
 
 WIDTH = 16
 CLASSES = 4
@@ -322,18 +323,21 @@ class Faults:
         if "flip" in self._kinds.values():
             flip()
             dist.barrier()
-        self._foreach_copy, torch._foreach_copy_ = torch._foreach_copy_, self._copy
+        copier.copy_and_sum = self._dying("copy", copier.copy_and_sum)
+        torch._foreach_copy_ = self._dying("restore", torch._foreach_copy_)
 
-    def _copy(self, targets, sources, **how):
-        """Copy tensors, as ``torch._foreach_copy_``, which `Keep` uses both for copies and to restore."""
-        is_training = threading.current_thread() is threading.main_thread()
-        kinds = {kind for step, kind in self._kinds.items() if step <= self._step}
-        if ("restore" in kinds and not self._step) or ("copy" in kinds and not is_training):
-            middle = len(targets) // 2
-            self._foreach_copy(targets[:middle], sources[:middle])
-            self._log.write("copies", self._step)
-            os.kill(os.getpid(), signal.SIGKILL)
-        return self._foreach_copy(targets, sources, **how)
+    def _dying(self, kind, copy):
+        """Wrap a function that copies tensors. If a fault of this kind is due, die after half of them."""
+
+        def call(*lists, **how):
+            steps = [step for step, each in self._kinds.items() if each == kind and step <= self._step]
+            if steps and (kind == "copy" or not self._step):
+                copy(*(each[: len(each) // 2] for each in lists), **how)
+                self._log.write("copies", self._step)
+                os.kill(os.getpid(), signal.SIGKILL)
+            return copy(*lists, **how)
+
+        return call
 
     def strike(self, step):
         """Fail as ordered for this step, if at all."""

@@ -54,7 +54,7 @@ mod _core {
     use crate::health::HealthServer;
     #[pymodule_export]
     use crate::helpers::{
-        check_limits, children, heartbeat_page, last_lines, name_of, order_stop_signals, patience_with,
+        check_limits, children, copy_and_sum, heartbeat_page, last_lines, name_of, order_stop_signals, patience_with,
         raise_descriptor_limit, scoped_token, stop_unless_continued,
     };
     #[pymodule_export]

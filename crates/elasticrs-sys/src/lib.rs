@@ -15,7 +15,7 @@
 //! | [`signal`], [`stop`] | numbers, names and dispositions of signals; a process that stops itself |
 //! | [`procfs`] | read `/proc` |
 //! | [`fds`], [`socket`] | file descriptors: take over, duplicate, pass on, wait for |
-//! | [`page`] | memory that is shared with other processes |
+//! | [`page`], [`copy`] | memory that is shared with other processes; copies of memory with their checksum |
 //! | [`resources`] | memory (heap, huge pages), priority and limits of processes |
 //! | [`clock`] | the kernel's clocks, and timers on them |
 //! | [`named_enum`] | enums whose variants have names |
@@ -47,6 +47,7 @@ macro_rules! named_enum {
 }
 
 pub mod clock;
+pub mod copy;
 pub mod fds;
 pub mod features;
 pub mod fork;

@@ -9,13 +9,14 @@ moments, the number of the copy, of the restore, or of the saved file stands in 
 import json
 import os
 import signal
-import threading
 
 import torch
 
+from elasticrs._engine.inside.keep import copier
+
 _fits = [0]
 _counts = {}
-_copy, _save = torch._foreach_copy_, torch.save
+_copy, _restore, _save = copier.copy_and_sum, torch._foreach_copy_, torch.save
 
 
 def _count(name):
@@ -23,11 +24,18 @@ def _count(name):
     moment(name, number)
 
 
-def _copy_in_two(targets, sources, **how):
+def _copy_in_two(*lists):
+    middle = len(lists[0]) // 2
+    begin = _copy(*(each[:middle] for each in lists))
+    _count("copy")
+    return (begin + _copy(*(each[middle:] for each in lists))) % (1 << 64)
+
+
+def _restore_in_two(targets, sources, **how):
     middle = len(targets) // 2
-    _copy(targets[:middle], sources[:middle], **how)
-    _count("restore" if threading.current_thread() is threading.main_thread() else "copy")
-    _copy(targets[middle:], sources[middle:], **how)
+    _restore(targets[:middle], sources[:middle], **how)
+    _count("restore")
+    _restore(targets[middle:], sources[middle:], **how)
 
 
 def _save_and_die(what, where, *arguments, **named):
@@ -38,7 +46,7 @@ def _save_and_die(what, where, *arguments, **named):
     _save(what, where, *arguments, **named)
 
 
-torch._foreach_copy_, torch.save = _copy_in_two, _save_and_die
+copier.copy_and_sum, torch._foreach_copy_, torch.save = _copy_in_two, _restore_in_two, _save_and_die
 
 
 def setting(name, default=None):

@@ -12,10 +12,12 @@ import socket
 import threading
 import time
 from _thread import start_new_thread
+from operator import add, le
 from time import monotonic_ns
 
 import torch
 
+from elasticrs._core import copy_and_sum
 from elasticrs._engine.inside.handover import without_signals
 from elasticrs._engine.inside.keep import layout, trees
 from elasticrs._engine.inside.keep.choice import NEAR
@@ -63,25 +65,53 @@ of the tensors), so that the index of the next copy may be longer.
 
 
 class _Target:
-    """Views of the memory of a slot (a place for one copy in the rank's file), to copy the tensors into."""
+    """The memory of a slot (a place for one copy in the rank's file), to copy the tensors into."""
 
     def __init__(self, slot: SlotRegion, parts: Parts, data_at: int) -> None:
         self.slot, self.parts, self.data_at, self.map = slot, parts, data_at, slot.map
         whole = torch.frombuffer(slot.map, dtype=torch.uint8)
         self.data = whole[data_at : data_at + parts.size]
-        by_device: dict[torch.device, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+        self._sources: list[torch.Tensor] = []
+        self._addresses: list[int] = []
+        self._sizes: list[int] = []
+        """Tensors whose memory is copied as it is, the addresses for their copies, and their bytes."""
+        self._pairs: dict[torch.device, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+        """By device, the views to copy into, and those tensors of which torch makes the copies."""
         for tensor, offset in zip(parts.tensors, parts.offsets, strict=True):
-            size = tensor.numel() * tensor.element_size()
-            if size:
-                targets, sources = by_device.setdefault(tensor.device, ([], []))
-                facts = trees.dtype_name(tensor.dtype), tuple(tensor.shape), trees.strides_of(tensor)
+            size, strides = tensor.numel() * tensor.element_size(), trees.strides_of(tensor)
+            if trees.is_in_one_piece(tensor):
+                self._sources.append(tensor)
+                self._addresses.append(self.data.data_ptr() + offset)
+                self._sizes.append(size)
+            elif size:
+                targets, sources = self._pairs.setdefault(tensor.device, ([], []))
+                facts = trees.dtype_name(tensor.dtype), tuple(tensor.shape), strides
                 targets.append(trees.lay_out(self.data[offset : offset + size], *facts))
                 sources.append(tensor)
-        self.copies = list(by_device.values())
 
     def fits(self, parts: Parts, index: bytes) -> bool:
         is_same = self.parts is parts and self.map is self.slot.map
         return is_same and layout.HEAD_SIZE + len(index) <= self.data_at
+
+    def copy(self) -> int:
+        """Copy all tensors. Return the checksum of the copy.
+
+        Raises:
+            ValueError: the program has shrunk the memory of a tensor.
+        """
+        # Look up the addresses for each copy, because the program may have given a tensor another memory.
+        # Hold that memory during the copy, so that it is not freed if the program does so again.
+        storages = list(map(torch.Tensor.untyped_storage, self._sources))
+        begins = list(map(torch.Tensor.data_ptr, self._sources))
+        limits = map(add, map(torch.UntypedStorage.data_ptr, storages), map(len, storages))
+        if not all(map(le, map(add, begins, self._sizes), limits)):
+            raise ValueError("the memory of a tensor is smaller than the tensor")
+        # Copy all tensors in one call, which releases the GIL. A loop in Python would take the GIL for each
+        # tensor, and slow down the training.
+        digest = copy_and_sum(begins, self._addresses, self._sizes)
+        for targets, sources in self._pairs.values():
+            torch._foreach_copy_(targets, sources)
+        return digest_of(self.data) if self._pairs else digest
 
 
 class Copier:
@@ -123,7 +153,6 @@ class Copier:
         self._is_copied = threading.Event()
         """Set while no periodic copy reads the tensors of the program."""
         self._is_copied.set()
-        self._is_released = True
         self._own_copy = threading.Event()
         self._has_ended = threading.Event()
         self._targets: dict[int, _Target] = {}
@@ -310,12 +339,12 @@ class Copier:
         if message == _RESERVE:
             self._reserve()
         elif message == _PERIODIC:
-            self._is_released = False
             boundary = self._boundary
             try:
                 answer = self._try_copy(Why.PERIODIC, 0)
             finally:
-                self._release()
+                # The program may change its tensors again.
+                self._is_copied.set()
             if boundary is not None:
                 self._note_copy(boundary, is_kept=answer == Answer.KEPT)
             self._reserve()
@@ -326,14 +355,6 @@ class Copier:
     def _note_copy(self, boundary: Boundary, *, is_kept: bool) -> None:
         if self._ranks.generations is not None:
             self._ranks.generations.note_copy(boundary.step, is_kept=is_kept)
-
-    def _release(self) -> None:
-        """Let the program change its tensors, because a periodic copy has been made. Do so only once for each
-        copy, because the program may already wait for the next one.
-        """
-        if not self._is_released:
-            self._is_released = True
-            self._is_copied.set()
 
     def _try_copy(self, why: int, patience: float) -> int:
         """Copy the state, if that is possible now. Return the result as a code of :class:`.Answer`."""
@@ -375,6 +396,7 @@ class Copier:
             begun = monotonic_ns()
             if self._has_changed(boundary):
                 return Answer.TENSOR_CHANGED
+            boundary.parts = boundary.parts.up_to_date()
             index = boundary.index()
             number = self._free_slot(boundary.step)
             if number is None:
@@ -393,17 +415,10 @@ class Copier:
                 },
             )
             with torch.no_grad():
-                for targets, sources in target.copies:
-                    # Copy all tensors of a device in one call of torch, which releases the GIL. A loop in
-                    # Python would take the GIL for each tensor, and slow down the training.
-                    torch._foreach_copy_(targets, sources)
+                digest = target.copy()
             if self._has_changed(boundary):
                 slot.drop()
                 return Answer.TENSOR_CHANGED
-        if why == Why.PERIODIC:
-            self._release()
-        # From here on, this thread reads only the copy, so the training may change its tensors.
-        digest = digest_of(target.data)
         self._sequence += 1
         slot.complete(digest, self._sequence)
         self._last = number

@@ -79,6 +79,9 @@ class Parts:
         self.size = at
         self.facts = trees.dump((skeletons, entries))
         self.layout = int.from_bytes(blake2b(repr(entries).encode(), digest_size=8).digest(), "little")
+        self._made_of, self._forms = (skeletons, large, of_optimizers), self._present_forms()
+        self.is_outdated = False
+        """True if :meth:`up_to_date` has made a new description, because this one is wrong."""
         self.is_on_cpu = all(tensor.device.type == "cpu" for tensor in self.tensors)
         # Do not watch the tensors in the states of optimizers for unexpected changes: only the optimizers
         # change them, and watching them would take longer than watching all others.
@@ -88,6 +91,18 @@ class Parts:
     def versions(self) -> list[int]:
         """Return torch's version numbers of all tensors but the optimizers' own. Most changes raise them."""
         return list(map(_version, self._versioned))
+
+    def up_to_date(self) -> Parts:
+        """Return this description, or a new one if a tensor has got another type or size. That happens if the
+        program assigns to the attribute `data` of the tensor.
+        """
+        self.is_outdated = self._present_forms() != self._forms
+        return Parts(*self._made_of) if self.is_outdated else self
+
+    def _present_forms(self) -> list[list[object]]:
+        # Do not look at the shapes themselves, because that takes longer than all of this.
+        methods = attrgetter("dtype"), torch.Tensor.numel, torch.Tensor.stride
+        return [list(map(method, self.tensors)) for method in methods]
 
     def changed(self, versions: list[int]) -> Path | None:
         """Return the path of a tensor that has changed since ``versions`` were read; ``None`` without one."""
@@ -170,7 +185,7 @@ class Collector:
         is_same &= all(
             now is before for (_, now), (_, before) in zip(of_others, self._of_others, strict=False)
         )
-        if self._parts is None or not is_same:
+        if self._parts is None or self._parts.is_outdated or not is_same:
             self._of_others = of_others
             self._parts = Parts(self._skeletons, self._large + of_others, self._of_optimizers)
         groups = {name: _settings(optimizer) for name, optimizer in self.optimizers.items()}

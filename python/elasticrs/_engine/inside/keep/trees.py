@@ -155,6 +155,14 @@ def strides_of(tensor: torch.Tensor) -> tuple[int, ...]:
     return tuple(tensor.stride())
 
 
+def is_in_one_piece(tensor: torch.Tensor) -> bool:
+    """Return true if a copy of the tensor's memory is a copy of the tensor, in the layout that
+    :func:`strides_of` returns.
+    """
+    is_plain = tensor.device.type == "cpu" and not tensor.is_conj() and not tensor.is_neg()
+    return is_plain and (tensor.is_contiguous() or bool(strides_of(tensor)))
+
+
 def _leaf_bytes(path: Path, leaf: Any) -> tuple[tuple[str, str, tuple[int, ...]], bytes]:
     if isinstance(leaf, bytes):
         return ("bytes", "", ()), leaf

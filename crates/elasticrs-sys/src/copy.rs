@@ -1,0 +1,136 @@
+//! Copies memory, and computes the checksum of the copy in the same pass.
+
+use std::ptr;
+
+/// Number of bytes that are copied at once: a line of the processor's cache.
+const LINE: usize = 64;
+
+/// A cache line as 8-byte words.
+type Line = [u64; LINE / 8];
+
+/// A block of memory to copy. Its addresses are numbers, because they come from Python.
+#[derive(Debug, Clone, Copy)]
+pub struct Block {
+    /// Address of the first byte to read.
+    pub source: usize,
+    /// Address of the first byte to write. Must be a multiple of 64.
+    pub target: usize,
+    /// Number of bytes to copy.
+    pub length: usize,
+}
+
+/// Copies all blocks. Returns the sum of the copied 8-byte words, modulo 2 to the power of 64. If the last word of a
+/// block is incomplete, the sum contains it with zeros in place of the missing bytes.
+///
+/// The sum is that of the bytes that were written, even if another thread changes a source during the copy.
+///
+/// This function trusts the addresses, as `ctypes.memmove` does: all sources must be readable, all targets writable,
+/// and no source may overlap a target. It is not marked as `unsafe`, because the addresses come from Python code, and
+/// the extension module between the two has no `unsafe` code.
+///
+/// # Panics
+/// The target of a block is not a multiple of 64.
+pub fn copy_and_sum(blocks: &[Block]) -> u64 {
+    let mut sums = Line::default();
+    for block in blocks {
+        assert_eq!(block.target % LINE, 0, "the target of a copy is not aligned");
+        let whole = block.length / LINE * LINE;
+        for at in (0..whole).step_by(LINE) {
+            let source = ptr::with_exposed_provenance::<Line>(block.source + at);
+            // SAFETY: the caller guarantees that the block's source is readable. All bytes are valid numbers.
+            let line = unsafe { source.read_unaligned() };
+            add(&mut sums, &line);
+            // SAFETY: the caller guarantees that the block's target is writable. The target is a multiple of 64.
+            unsafe { store(block.target + at, &line) };
+        }
+        let mut line = Line::default();
+        let rest = line.as_mut_ptr().cast::<u8>();
+        // SAFETY: less than a line is left of the block. The caller guarantees source and target, as above.
+        unsafe {
+            rest.copy_from(ptr::with_exposed_provenance(block.source + whole), block.length - whole);
+            rest.copy_to(ptr::with_exposed_provenance_mut(block.target + whole), block.length - whole);
+        }
+        add(&mut sums, &line);
+    }
+    #[cfg(target_arch = "x86_64")]
+    // SAFETY: all processors with this architecture have the instruction. It orders the writes of `store` before those
+    // that follow, so that another process that sees a copy marked as complete also sees its data.
+    unsafe {
+        std::arch::x86_64::_mm_sfence();
+    }
+    sums.into_iter().fold(0, u64::wrapping_add)
+}
+
+fn add(sums: &mut Line, line: &Line) {
+    for (sum, word) in sums.iter_mut().zip(line) {
+        *sum = sum.wrapping_add(*word);
+    }
+}
+
+/// Writes a line of memory past the processor's caches. This is faster, because the processor does not read the old
+/// content of the memory first, and data that the program uses stays in the caches.
+///
+/// # Safety
+/// The address is a multiple of 64, and the line there is writable.
+#[cfg(target_arch = "x86_64")]
+unsafe fn store(address: usize, line: &Line) {
+    use std::arch::x86_64::{__m128i, _mm_stream_si128};
+
+    // SAFETY: both types have the same size, and all bytes are valid numbers.
+    let parts: [__m128i; LINE / size_of::<__m128i>()] = unsafe { std::mem::transmute(*line) };
+    let target = ptr::with_exposed_provenance_mut::<__m128i>(address);
+    for (number, part) in parts.into_iter().enumerate() {
+        // SAFETY: the line has room for all parts. The caller guarantees the target.
+        unsafe { _mm_stream_si128(target.add(number), part) };
+    }
+}
+
+/// Writes a line of memory.
+///
+/// # Safety
+/// The address is a multiple of 64, and the line there is writable.
+#[cfg(not(target_arch = "x86_64"))]
+unsafe fn store(address: usize, line: &Line) {
+    // SAFETY: the caller guarantees it.
+    unsafe { ptr::with_exposed_provenance_mut::<Line>(address).write(*line) };
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[repr(align(64))]
+    struct Aligned([u8; 1024]);
+
+    #[test]
+    fn blocks_of_any_length_and_alignment_are_copied_and_summed_and_nothing_else_is_written() {
+        let source: Vec<u8> = (0..400_usize).map(|at| u8::try_from(at * 97 % 256).unwrap()).collect();
+        for skipped in [0, 1, 4, 8] {
+            for length in [0, 1, 7, 8, 63, 64, 65, 128, 200, 333] {
+                let (mut target, from) = (Aligned([7; 1024]), &source[skipped..]);
+                let to = target.0.as_mut_ptr().expose_provenance();
+                let block = |at| Block { source: from.as_ptr().expose_provenance(), target: to + at, length };
+                let sum = copy_and_sum(&[block(64), block(512)]);
+                let mut expected = [7; 1024];
+                for at in [64, 512] {
+                    expected[at..at + length].copy_from_slice(&from[..length]);
+                }
+                assert_eq!(target.0, expected);
+                let words = from[..length].chunks(8).map(|word| {
+                    let mut whole = [0; 8];
+                    whole[..word.len()].copy_from_slice(word);
+                    u64::from_ne_bytes(whole)
+                });
+                assert_eq!(sum, words.fold(0, u64::wrapping_add).wrapping_mul(2));
+            }
+        }
+    }
+
+    #[test]
+    #[should_panic(expected = "not aligned")]
+    fn a_target_that_is_not_aligned_is_refused() {
+        let mut target = Aligned([0; 1024]);
+        let to = target.0.as_mut_ptr().expose_provenance();
+        copy_and_sum(&[Block { source: to + 512, target: to + 8, length: 64 }]);
+    }
+}
