@@ -181,10 +181,7 @@ class Collector:
         leaves: Leaves = []
         trees.take_apart(states, (), leaves)
         of_others = [(path, leaf) for path, leaf in leaves if is_large(leaf)]
-        is_same &= [path for path, _ in of_others] == [path for path, _ in self._of_others]
-        is_same &= all(
-            now is before for (_, now), (_, before) in zip(of_others, self._of_others, strict=False)
-        )
+        is_same &= _are_same(of_others, self._of_others)
         if self._parts is None or self._parts.is_outdated or not is_same:
             self._of_others = of_others
             self._parts = Parts(self._skeletons, self._large + of_others, self._of_optimizers)
@@ -243,11 +240,14 @@ class Collector:
         return trees.encode(state, is_large)
 
     def _refresh(self) -> bool:
-        """Look up the tensors of modules and optimizers. Return true if they are still the same objects."""
+        """Look up the tensors of modules and optimizers. Return true if they are still the same objects, and
+        the states of modules and optimizers are the same without them.
+        """
         self._age += 1
         # Run no Python code for each tensor, and make no list of them, because a model may have thousands.
         if self._watch and self._age % _RECHECKED and all(map(is_, self._watched(), self._seen)):
             return True
+        before = self._skeletons, self._large, self._of_optimizers
         self._watch, self._volatile, self._skeletons = [], {}, {}
         self._large, self._of_optimizers = [], []
         # Call this for each object, even after a false result, because each call adds to the lists.
@@ -256,7 +256,9 @@ class Collector:
         if not all(are_cacheable):
             self._watch = []
         self._seen = list(self._watched())
-        return False
+        skeletons, large, of_optimizers = before
+        is_same = _are_same(self._large, large) and _are_same(self._of_optimizers, of_optimizers)
+        return is_same and self._skeletons == skeletons
 
     def _watched(self) -> Iterator[Any]:
         """Iterate over the tensors of modules and optimizers, and over an object that marks the end."""
@@ -315,6 +317,12 @@ class Collector:
             id(each): name for module in self.modules.values() for name, each in module.named_parameters()
         }
         return [[found.get(id(each), "") for each in group["params"]] for group in optimizer.param_groups]
+
+
+def _are_same(leaves: Leaves, others: Leaves) -> bool:
+    """Return true if the lists have the same tensors under the same paths."""
+    pairs = zip(leaves, others, strict=False)
+    return len(leaves) == len(others) and all(a is b and path == same for (path, a), (same, b) in pairs)
 
 
 def _settings(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
