@@ -134,6 +134,10 @@ def test_lost_steps_are_counted_from_the_latest_attempt_of_any_node():
     saved = {**Choice(20, ranks=2, lost=4).facts(), "number": "kept-1"}
     found = [published(rank, [None], reached=[2, 29], saved=saved) for rank in (0, 1)]
     assert nodes.chosen(found, 2)["lost"] == 9
+    # The state of four ranks cannot be restored by two, and only the reader can load it.
+    other = {**Choice(ranks=4, why="4 ranks saved step 20").facts(), "number": "kept-1"}
+    choice = nodes.chosen([published(rank, [None], reached=[2, 29], saved=other) for rank in (0, 1)], 2)
+    assert (choice["step"], choice["is_saved"], choice["why"]) == (None, True, "4 ranks saved step 20")
 
 
 @pytest.mark.parametrize(

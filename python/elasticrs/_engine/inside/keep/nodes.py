@@ -415,7 +415,7 @@ def _saved_facts(found: Sequence[Mapping[str, Any]], ended: int) -> Mapping[str,
         return {"why": f"not all nodes see the same state in the folder of --keep-save (node {without[0]})"}
     others = {each.get("other") for each in found}
     why = why_other(saved["step"], others.pop()) if len(others) == 1 else ""
-    lost = max(saved["lost"], ended - saved["step"])
+    lost = 0 if saved["step"] is None else max(saved["lost"], ended - saved["step"])
     return {"why": why} if why else {**saved, "lost": lost, "is_saved": True}
 
 
