@@ -28,6 +28,7 @@ ClusterName=test
 SlurmctldHost={controller}
 SlurmUser=root
 AuthType=auth/none
+AuthInfo=cred_expire=5
 CredType=cred/none
 MpiDefault=none
 StateSaveLocation={folder}/state

@@ -218,10 +218,6 @@ class TestBatchScripts:
         output = ("--nodes=3", "--output=%j-%a.out", "--open-mode=append")
         self.submit(slurm, "train.sbatch", tmp_path, *output, PET_NODE_CHECK=str(check))
         procs.wait_until(lambda: slurm.job(1)["Restarts"], "1".__eq__)
-        slurm.wait_idle()
-        # Slurm delays the start of a requeued job by two minutes. Start it after three seconds, because Slurm
-        # would refuse it within the first two.
-        slurm.run("scontrol", "update", "JobId=1", "StartTime=now+3")
         assert ended(slurm, 1) == "COMPLETED", f"{slurm.job(1)}\n{slurm.logs()}"
         (out,) = tmp_path.glob("*.out")
         text = out.read_text(encoding="utf-8")

@@ -1,0 +1,97 @@
+"""Jobs of ``train.sbatch`` that get signals, or that Slurm stops and queues again, lose no step."""
+
+import os
+import random
+import re
+import signal
+from pathlib import Path
+
+import pytest
+from helpers import procs
+from helpers.nodes import WORKERS
+
+SCRIPT = Path(__file__).resolve().parents[2] / "contrib/slurm/train.sbatch"
+REQUEUES = int(os.environ.get("ELASTICRS_TEST_REQUEUES", "3"))
+
+# Programs in the place of Slurm's srun and of elasticrun.
+SRUN = """#!/bin/sh
+SLURM_PROCID=0 exec "$@"
+"""
+ELASTICRUN = """#!/usr/bin/env python3
+import os, signal, sys
+
+def tell(signum, _frame):
+    os.write(1, f"GOT {signal.Signals(signum).name}\\n".encode())
+    if signum == signal.SIGTERM:
+        sys.exit(5)
+
+for signum in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
+    signal.signal(signum, tell)
+os.write(1, f"TASK {os.getppid()}\\n".encode())
+while True:
+    signal.pause()
+"""
+
+
+def test_a_signal_to_a_task_of_the_batch_script_reaches_its_agent(launch, tmp_path):
+    for name, text in (("srun", SRUN), ("elasticrun", ELASTICRUN)):
+        (tmp_path / name).write_text(text, encoding="utf-8")
+        (tmp_path / name).chmod(0o755)
+    env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "1", "SLURM_JOB_NUM_NODES": "4"}
+    job = launch(argv=["bash", str(SCRIPT)], env=env, cwd=tmp_path)
+    task = int(job.wait_for_line(r"^TASK (\d+)$")[1])
+    # Slurm signals only the processes that it has started itself.
+    for number, signum in enumerate((signal.SIGUSR1, signal.SIGUSR2, signal.SIGUSR1), 1):
+        os.kill(task, signum)
+        assert job.wait_for_lines(r"^GOT (\w+)$", number)[-1][1] == signum.name
+    os.kill(task, signal.SIGTERM)
+    job.exits(5)
+    assert not list(tmp_path.glob("exit-code-*"))
+
+
+PLAIN = f"""
+    import os, pathlib, runpy, sys, torch
+
+    saved = pathlib.Path("checkpoint")
+    os.write(1, f"FROM {{torch.load(saved)['step'] if saved.exists() else 0}}\\n".encode())
+    sys.argv = ["train.py", "plain", "save", "."]
+    runpy.run_path({str(WORKERS / "agreed_training.py")!r}, run_name="__main__")
+"""
+
+
+@pytest.mark.privileged
+@pytest.mark.slow
+@pytest.mark.torch
+@pytest.mark.timeout(120 * REQUEUES)
+def test_a_job_goes_on_at_the_step_at_which_slurm_queued_it_again(cluster, worker_script, tmp_path):
+    slurm, moments = cluster(3), random.Random(3)
+    worker_script(PLAIN, "train.py")
+    # Write the output of each task to a file of its own, because srun may end before the tasks.
+    exported = f"ALL,OMP_NUM_THREADS=1,STEPS={1000 * REQUEUES},SLURM_STDOUTMODE=task-%t"
+    options = (f"--chdir={tmp_path}", "--nodes=3", "--gpus-per-node=0", f"--export={exported}")
+    slurm.run("sbatch", *options, "--output=batch", "--open-mode=append", SCRIPT)
+
+    def lines(pattern, count):
+        def found():
+            texts = [each.read_text(encoding="utf-8") for each in tmp_path.glob("task-*")]
+            return [re.findall(pattern, each, re.MULTILINE) for each in texts]
+
+        def are_enough(found):
+            return len(found) == 3 and all(len(each) >= count for each in found)
+
+        return {each[count - 1] for each in procs.wait_until(found, are_enough)}
+
+    for number in range(1, REQUEUES + 1):
+        lines(r"^(BEGUN) \d$", number)
+        signal.sigtimedwait([], moments.uniform(0, 0.3))
+        slurm.run("scontrol", "requeue", "1")
+        acted = lines(r"^ACTED \d (\d+) end (\w+)$", number)
+        assert len(acted) == 1
+        assert lines(r"^FROM (\d+)$", number + 1) == {acted.pop()[0]}
+    lines(r"^(BEGUN) \d$", REQUEUES + 1)
+    slurm.run("scancel", "1")
+    assert len(lines(r"^ACTED \d (\d+) end (\w+)$", REQUEUES + 1)) == 1
+    procs.wait_until(slurm.queue, "".__eq__)
+    assert slurm.job(1)["Restarts"] == str(REQUEUES)
+    for node in slurm.nodes:
+        node.wait_empty()
