@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 from helpers import ports
 from helpers.elasticctl import COUNTS, SAVES, STUBBORN, WAITS, sizes, status_of
-from helpers.nodes import meeting
+from helpers.launcher import launcher_with
+from helpers.nodes import QUICK, meeting
 from helpers.procs import wait_until
 
 pytestmark = pytest.mark.privileged
@@ -168,6 +169,25 @@ def test_a_stop_on_a_node_that_leaves_ends_the_job(nodes, sockets, asked, tmp_pa
         ends = [line for line in agent.stderr.splitlines() if "the job ends" in line]
         assert not any("left" in line for line in ends), ends
     assert "by elasticctl stop" in leaves.stderr
+
+
+def test_an_agent_that_was_paused_says_so_and_not_only_that_the_store_was_lost(launch, worker_script):
+    argv = launcher_with("_engine.supervise.decide.several_nodes", SAFETY_TICK=0.2)
+    port = ports.free()
+    conf = ",".join(f"{name}={value}" for name, value in QUICK.items())
+    options = (*meeting("1:2", port), f"--rdzv-conf={conf},last_call_timeout=600", worker_script(WAITS))
+    agents = [launch(*options, argv=argv) for _ in range(2)]
+    for agent in agents:
+        agent.wait_for_line(r"here \d")
+    host, paused = sorted(agents, key=lambda agent: not ports.listens(agent.pid, port))
+    os.kill(paused.pid, signal.SIGSTOP)
+    host.wait_for_line("lost", "stderr")
+    os.kill(paused.pid, signal.SIGCONT)
+    paused.wait_for_line(r"this agent did not run for \d", "stderr")
+    for agent in (host, paused):
+        agent.signal(signal.SIGTERM)
+    assert [agent.wait() for agent in agents] == [1, 1]
+    assert "did not run" not in host.stderr
 
 
 def test_a_checkpoint_by_one_command_reaches_the_ranks_of_all_nodes(nodes, asked):

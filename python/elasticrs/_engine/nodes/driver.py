@@ -108,6 +108,43 @@ class Timers:
         return max(0.0, min(limit, min(self._deadlines.values()) - now()))
 
 
+_PAUSE = 1.0
+"""Minimum seconds by which the agent's loop has to be late for the agent to count as paused."""
+
+_AFTER_PAUSE = 5.0
+"""Seconds after a pause of the agent during which the pause is named as a cause of a lost connection."""
+
+
+class Pauses:
+    """Notices when the agent did not run, because it (SIGSTOP) or its machine was paused. The store has then
+    got no keep-alive message. So the store or its host is not to blame for a lost connection.
+    """
+
+    __slots__ = ("_due", "_ended", "_seconds")
+
+    def __init__(self) -> None:
+        self._due = self._ended = self._seconds = 0.0
+
+    def wait(self, seconds: float) -> None:
+        """Record that the agent's loop waits for at most these seconds."""
+        # The last wait may have been ended by an event that does not concern the store.
+        self.look()
+        self._due = now() + seconds
+
+    def look(self) -> None:
+        """Compare the time with the end of the wait. Called when the loop has continued."""
+        late = now() - self._due if self._due else 0.0
+        if late > _PAUSE:
+            self._ended, self._seconds = now(), late
+        self._due = 0.0
+
+    def explain(self, why: str) -> str:
+        """Add a pause that has just ended to the reason ``why`` a connection was lost."""
+        if not self._seconds or now() - self._ended > _AFTER_PAUSE:
+            return why
+        return f"this agent did not run for {duration(self._seconds)} (it or its machine was paused); {why}"
+
+
 PORT_PATIENCE = 10.0
 """Seconds for which sockets of the workers may still occupy the port after the workers have exited."""
 
@@ -189,6 +226,7 @@ class Driver:
         self.store = RendezvousStore(rendezvous, supervisor, kept, found)
         self._member: Member | None = None
         self._timers = Timers()
+        self._pauses = Pauses()
         self._store_port: StorePort | None = None
         self._use_agent_store = use_agent_store
         self._exit: messages.Exit | None = None
@@ -366,9 +404,13 @@ class Driver:
         left: list[LoopAction] = []
         if self._member is None:
             return left
+        self._pauses.look()
         for event in drop_stale(self.store.take(), self._member.keys.head):
             if isinstance(event, Notice):
                 left.append(messages.Announce(event.message))
+            elif isinstance(event, ConnectionLost):
+                self._lose_calls()
+                left += self.tell(ConnectionLost(event.kind, self._pauses.explain(event.message)))
             elif not self._is_of_calls(event):
                 left += self.tell(event)
         for name in self._timers.take_due():
@@ -395,8 +437,6 @@ class Driver:
                 self._end_claim(is_ok=event.ok)
             elif (exchange := self._exchanges.get(event.tag)) is not None:
                 exchange.take_reply(event)
-        elif isinstance(event, ConnectionLost):
-            self._lose_calls()
         elif isinstance(event, Changes):
             rest = list(event.changes)
             if self._exchanges and self._member is not None:
@@ -435,7 +475,9 @@ class Driver:
         return self._member.agent.agent
 
     def seconds_left(self, limit: float) -> float:
-        return self._timers.seconds_left(limit)
+        left = self._timers.seconds_left(limit)
+        self._pauses.wait(left)
+        return left
 
     @property
     def fds(self) -> tuple[int, ...]:
@@ -449,7 +491,7 @@ class Driver:
             return []
         self.store.disconnect()
         self._lose_calls()
-        return self.tell(ConnectionLost("silent", why))
+        return self.tell(ConnectionLost("silent", self._pauses.explain(why)))
 
     # --- the port shared with the workers ---
 
