@@ -9,7 +9,6 @@ import importlib
 import json
 import re
 import shutil
-import subprocess
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -60,25 +59,17 @@ html_logo = html_favicon = "_static/logo.svg"
 html_show_copyright = False
 
 
-def edit_links() -> dict[str, str]:
-    """Return the settings of Furo for links that edit a page on GitHub, if this clone was made from there. No
-    file of the project has its address.
+def edit_links(manifest: str) -> dict[str, str]:
+    """Return the settings of Furo for links that edit a page, if ``pyproject.toml`` has the address of the
+    project's repository.
     """
-    command = ("git", "-C", ROOT, "config", "--get", "remote.origin.url")
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    found = re.fullmatch(
-        r"(?:https://|(?:ssh://)?git@)github\.com[/:]([\w.-]+/[\w.-]+?)(?:\.git)?\n", done.stdout
-    )
-    if found is None:
+    address = re.search(r'^Repository = "(.*)"$', manifest, re.MULTILINE)
+    if address is None:
         return {}
-    return {
-        "source_repository": f"https://github.com/{found[1]}/",
-        "source_branch": "main",
-        "source_directory": "",
-    }
+    return {"source_repository": f"{address[1]}/", "source_branch": "main", "source_directory": ""}
 
 
-html_theme_options = edit_links()
+html_theme_options = edit_links((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 
 
 def load_names(_app: Sphinx) -> None:
@@ -181,6 +172,13 @@ def mark_flags(_app: Sphinx, document: nodes.document, _page: str) -> None:
             literal["classes"].append("flag")
 
 
+def colour_commands(_app: Sphinx, document: nodes.document, _page: str) -> None:
+    """Colour a block of commands without prompts as a script. Sphinx would show its lines as output."""
+    for block in document.findall(nodes.literal_block):
+        if block.get("language") == "console" and not re.search(r"^\$ ", block.astext(), re.MULTILINE):
+            block["language"] = "bash"
+
+
 def label_cells(_app: Sphinx, document: nodes.document, _page: str) -> None:
     """Put the column's title into each cell of a table with three or more columns. The title is visible only
     on a phone, where each row is shown as a card. Also mark tables with four or more columns of words. On
@@ -260,6 +258,7 @@ def setup(app: Sphinx) -> None:
     app.connect("source-read", add_index_entries)
     app.connect("doctree-resolved", label_cells)
     app.connect("doctree-resolved", mark_flags)
+    app.connect("doctree-resolved", colour_commands)
     app.connect("source-read", leave_changelog_out)
     app.connect("source-read", remove_links_to_folders)
     app.connect("html-page-context", add_search)
