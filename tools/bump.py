@@ -1,7 +1,8 @@
 """Set the version of the next release: ``make bump VERSION=1.2.3``.
 
-Writes the version into ``Cargo.toml``, ``Cargo.lock`` and ``elasticrs.__version__``. Also gives the changelog
-a section for the version, with the text that stood under "Unreleased".
+Writes the version into ``Cargo.toml``, ``Cargo.lock`` and ``elasticrs.__version__``, and into the declaration
+and the description of each option that is new in it. Also gives the changelog a section for the version, with
+the text that stood under "Unreleased".
 """
 
 import re
@@ -37,11 +38,17 @@ def _changelog(text: str, version: str, date: str) -> str:
     return text.replace(UNRELEASED, f"{UNRELEASED}\n## [{version}] - {date}\n", 1)
 
 
+def _options(text: str, version: str, _date: str) -> str:
+    return re.sub(r'(since[ =]"?)unreleased\b', rf"\g<1>{version}", text)
+
+
 FILES: Mapping[str, Change] = {
     "Cargo.toml": _manifest,
     "Cargo.lock": _lock,
     "python/elasticrs/__init__.py": _package,
     "CHANGELOG.md": _changelog,
+    "python/elasticrs/_engine/job/options.py": _options,
+    "docs/options.md": _options,
 }
 
 

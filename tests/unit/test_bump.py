@@ -3,7 +3,9 @@
 import re
 from pathlib import Path
 
-from tools.bump import bumped
+from tools.bump import FILES, bumped
+
+from elasticrs._engine.job.options import SECTIONS
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -33,3 +35,20 @@ def test_a_bump_gives_the_changelog_a_section_once(tmp_path):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(content)
     assert bumped(tmp_path, "9.8.7", "2031-01-01")["CHANGELOG.md"] == text
+
+
+def test_a_bump_sets_the_first_version_of_new_options(tmp_path):
+    for name in FILES:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text((ROOT / name).read_text("utf-8"), "utf-8")
+    code, page = "python/elasticrs/_engine/job/options.py", "docs/options.md"
+    (tmp_path / code).write_text('Option("new", "help", None, since="unreleased")\n', "utf-8")
+    (tmp_path / page).write_text("`--new` · not in torchrun · since unreleased\n", "utf-8")
+    texts = bumped(tmp_path, "9.8.7", "2030-01-02")
+    assert texts[code] == 'Option("new", "help", None, since="9.8.7")\n'
+    assert texts[page] == "`--new` · not in torchrun · since 9.8.7\n"
+
+
+def test_a_new_option_is_not_one_of_the_first_version():
+    options = [option for group in SECTIONS.values() for option in group]
+    assert sum(option.since == "0.1.0" for option in options) == 67

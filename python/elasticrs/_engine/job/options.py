@@ -57,6 +57,7 @@ class Option(Value):
         has_variable: true if ``PET_<NAME>`` also sets the option.
         typed: default as text, if torchrun stores the value of this option as text.
         repeats: true if the option may be repeated. Its value is a tuple.
+        since: first version with the option, or ``unreleased``, which ``tools/bump.py`` replaces.
     """
 
     name: str
@@ -69,6 +70,7 @@ class Option(Value):
     has_variable: bool = True
     typed: str | None = None
     repeats: bool = False
+    since: str = "0.1.0"
 
     @property
     def dest(self) -> str:
