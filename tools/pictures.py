@@ -379,6 +379,7 @@ def _seconds(value: float) -> str:
 
 BARS = {
     "benchmarks": (
+        "# Benchmarks",
         "launch: last worker's first line",
         "kill: SIGTERM in all siblings, p50",
         "restart: last worker's first line",
@@ -388,12 +389,14 @@ BARS = {
         "idle: CPU of one core",
     ),
     "keep": (
+        "## Kept state",
         "SIGKILL of a rank, steps lost",
         "SIGKILL of a rank, until all have ended that step",
         "exception in a rank, steps lost",
         "exception in a rank, until all have ended that step",
     ),
     "nodes": (
+        "### Figures",
         "2 agents rendezvous, the others wait",
         "4 agents rendezvous, all at once",
         "worker killed, SIGTERM in the peers' workers, p50",
@@ -402,46 +405,73 @@ BARS = {
         "silent host, keep-alive limit 2 s, max",
         "idle, agent with the store: resident size",
     ),
+    "slower": (
+        "## On a slower machine",
+        "launch: last worker's first line",
+        "kill: SIGTERM in all siblings, p50",
+        "restart: last worker's first line",
+        "exit: launcher gone",
+    ),
+    "warm": (
+        "### Four workers in one run",
+        "launch → all have used torch",
+        "SIGKILL of one → all have used torch",
+    ),
+    "replace": ("## Training through failures", "all workers have done the next step"),
+    "timers": (
+        "## Timers, heartbeats, metrics",
+        "timer: deadline → signal has arrived, p50",
+        "acquire, p50",
+        "acquire, p99",
+    ),
+    "store": ("## The workers' store", "get", "add", "set+add", "ping-pong", "get-1MiB"),
 }
-"""Names of the rows of ``docs/benchmarks.md`` for which bars are drawn, by the name of the picture."""
+"""For each picture, a heading of ``docs/benchmarks.md``, and names of rows in the next table."""
+PROGRAMS = re.compile(r"torch\b(?!: CPU)|torchrun$|elasticrs(: p50)?$|restart|replace|.*--(warm|on-failure)")
+"""Titles of the columns that have a bar."""
 
 
-def figures(picture: str) -> dict[str, tuple[str, str]]:
-    """Return the medians of torchrun and elasticrs for each row of the picture, from the first table of
-    ``docs/benchmarks.md`` that has the row.
-    """
+def figures(picture: str) -> list[tuple[str, list[tuple[str, str]]]]:
+    """Return the figures for a picture: the name of each row, with the titles and texts of its columns."""
+    heading, *names = BARS[picture]
     page = (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8")
-    found: dict[str, tuple[str, str]] = {}
-    for line in page.splitlines():
-        cells = [cell.partition("(")[0].strip() for cell in line.split("|")[1:4]]
-        if len(cells) == 3 and cells[0] in BARS[picture]:
-            found.setdefault(cells[0], (cells[1], cells[2]))
+    table = page.partition(f"\n{heading}\n" if heading != "# Benchmarks" else heading)[2].partition("\n|")[2]
+    rows = [
+        [cell.partition("(")[0].replace("`", "").strip() for cell in line.strip("|").split("|")]
+        for line in table.partition("\n\n")[0].splitlines()
+    ]
+    found = []
+    for name, *cells in rows[2:]:
+        columns = zip(rows[0][1:], cells, strict=True)
+        figures = [
+            (title, text) for title, text in columns if PROGRAMS.match(title) and re.search(r"\d", text)
+        ]
+        if name in names:
+            found.append((f"{name}, clients: {cells[0]}" if "clients" in rows[0] else name, figures))
     return found
 
 
-def draw_bars(rows: Mapping[str, tuple[str, str]], theme: Theme) -> str:
-    """Draw two bars for each row of the table: torchrun's in full length, and elasticrs's in proportion."""
-    left, right, width, height, top = 350, 140, 840, 46, 44
-    bottom = top + height * len(rows)
+def draw_bars(rows: Sequence[tuple[str, Sequence[tuple[str, str]]]], theme: Theme) -> str:
+    """Draw a bar for each figure of each row. The longest bar of a row has the full length."""
+    left, right, width, top = 350, 190, 840, 44
     style = f"text{{font:13px {SANS};fill:{theme.ink}}}.f{{fill:{theme.faint}}}.n{{font-weight:600}}"
-    body = [
-        f'<rect width="{width}" height="{bottom + 8}" rx="8" fill="{theme.paper}"/>',
-        '<text class="n" x="16" y="26">torchrun 2.15 and elasticrs, shorter is better</text>',
-    ]
-    for number, (name, (theirs, ours)) in enumerate(rows.items()):
-        y = top + height * number
+    body = ['<text class="n" x="16" y="26">shorter is better</text>']
+    y = top
+    for name, bars in rows:
         body.append(f'<text x="16" y="{y + 24}">{escape(name)}</text>')
-        ratio = float(ours.split()[0]) / float(theirs.lstrip("> ").split()[0])
-        bars = (
-            (0, 1.0, theme.faint, f"torchrun {escape(theirs)}"),
-            (18, ratio, theme.accent, f"elasticrs {ours}"),
-        )
-        for below, share, colour, label in bars:
-            size = max(2.0, share * (width - left - right - 20)) if share else 0.0
-            bar = f'<rect x="{left}" y="{y + 4 + below}" width="{size:.1f}" height="15" rx="2"'
+        values = [float(text.lstrip("> ").split()[0].replace(",", "")) for _, text in bars]
+        for (title, text), value in zip(bars, values, strict=True):
+            is_torchs, is_plain = title.startswith("torch"), title.startswith("elasticrs")
+            colour = theme.faint if is_torchs else theme.accent if is_plain else theme.good
+            size = max(2.0, value / max(values) * (width - left - right)) if value else 0.0
+            bar = f'<rect x="{left}" y="{y + 4}" width="{size:.1f}" height="15" rx="2"'
             body.append(f'{bar} fill="{colour}"/>')
-            body.append(f'<text class="f" x="{left + size + 8:.1f}" y="{y + 16 + below}">{label}</text>')
-    return svg(width, bottom + 8, "Figures of torchrun and elasticrs", style, body)
+            label = escape(f"{title.partition(':')[0]} {text}{' µs' if ': p50' in title else ''}")
+            body.append(f'<text class="f" x="{left + size + 8:.1f}" y="{y + 16}">{label}</text>')
+            y += 18
+        y += 10
+    paper = f'<rect width="{width}" height="{y + 8}" rx="8" fill="{theme.paper}"/>'
+    return svg(width, y + 8, "Figures of torchrun and elasticrs", style, [paper, *body])
 
 
 # --- processes and threads of a job ---

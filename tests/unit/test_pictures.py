@@ -98,7 +98,11 @@ def test_the_program_still_says_what_a_recording_shows(name, message, program):
 
 @pytest.mark.parametrize("name", pictures.BARS)
 def test_the_bars_show_rows_of_the_page_of_benchmarks(name):
-    assert list(pictures.figures(name)) == list(pictures.BARS[name])
+    found = pictures.figures(name)
+    assert list(dict.fromkeys(row.partition(", clients")[0] for row, _ in found)) == [
+        *pictures.BARS[name][1:]
+    ]
+    assert {len(bars) for _, bars in found} <= {2, 3, 4}
 
 
 def test_the_bars_of_restarts_show_the_recorded_times():
