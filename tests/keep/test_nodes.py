@@ -431,3 +431,78 @@ def test_a_lost_node_of_replicated_shards_costs_no_step(launch, worker_script, t
     assert [holders[rank] % 2 for rank in sorted(holders)] == [0, 1, 0, 1]
     assert len(set(holders.values())) == 2
     assert set(said([host, spare], "END")) == set(said(calm, "END"))
+
+
+RESHARDS = """
+    import hashlib, os, torch, torch.distributed as dist, torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from elasticrs import Keep
+
+    dist.init_process_group("gloo")
+    torch.manual_seed(7)
+    rank, number = dist.get_rank(), os.environ["ELASTICRS_ROUND"]
+    model = torch.nn.Linear(16, 7)
+    fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    keep = Keep(model=model, optimizer=optimizer, every=5)
+
+    def picture():
+        found = hashlib.sha256()
+        for each in model.parameters():
+            for tensor in (each, optimizer.state[each]["exp_avg"]):
+                found.update(tensor.full_tensor().detach().numpy().tobytes())
+        return found.hexdigest()
+
+    def load():
+        reader = keep.reader()
+        if reader is None:
+            return 0
+        of_model, of_optimizer = get_state_dict(model, optimizer)
+        state = {"model": of_model, "optimizer": of_optimizer}
+        dcp.load(state, storage_reader=reader)
+        set_state_dict(model, optimizer, model_state_dict=of_model, optim_state_dict=of_optimizer)
+        os.write(1, f"LOADED {reader.step} {picture()}\\n".encode())
+        return reader.step
+
+    step = keep.restore(default=load)
+    end = step + 12
+    while step < end or number == "1":
+        torch.manual_seed(step)
+        optimizer.zero_grad()
+        model(torch.randn(4, 16)).square().mean().backward()
+        optimizer.step()
+        step += 1
+        keep.step(step)
+        if number == "1":
+            os.write(1, f"AT {step} {picture()}\\n".encode())
+    os.write(1, b"END\\n")
+    dist.barrier()
+    os._exit(0)
+"""
+
+
+@pytest.mark.torch
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["joins", "is lost"])
+def test_shards_of_other_nodes_are_loaded_with_another_number_of_ranks(launch, worker_script, tmp_path, how):
+    options = {
+        "joins": ("--nnodes=2:3", "--rdzv-conf=last_call_timeout=1"),
+        "is lost": ("--nnodes=1:2", "--keep-peers=1"),
+    }[how]
+    command = ("--nproc-per-node=1", "--max-restarts=1", *options, worker_script(RESHARDS))
+    nodes_of_job = Nodes(launch, *command, pid_file=tmp_path / "host")
+    _, other = job = nodes_of_job.start(2)
+    other.wait_for_line("AT 30 ")
+    if how == "joins":
+        job += nodes_of_job.start()
+        assert [agent.wait() for agent in job] == [0, 0, 0]
+    else:
+        os.kill(other.pid, signal.SIGKILL)
+        assert [agent.wait() for agent in job] == [0, -signal.SIGKILL]
+        reap_adopted()
+    loaded = said(job, "LOADED")
+    assert len(loaded) == (3 if how == "joins" else 1)
+    assert set(loaded) <= set(said(job, "AT"))
+    assert int(loaded[0].split()[0]) >= 20

@@ -486,7 +486,7 @@ class Keeper:
         # Import this module only when it is needed, because it imports much of torch.
         from elasticrs._engine.inside.keep.reader import Reader, open_copies
 
-        copies = open_copies(found, self._file)
+        copies = open_copies(found, self._file, None if _agreement is None else _agreement.store)
         own = [slot for place, slot, _ in found.get("copies", ()) if place == self._file.place]
         self._read = found["step"], own[0] if own else None
         return Reader(copies, int(os.environ["RANK"]))

@@ -90,13 +90,17 @@ def agree(plan: Mapping[str, Any], file: KeepFile, other: int | None) -> Agreeme
         choice = _choice(store, own, facts)
         step, is_replicated = choice["step"], choice["replicated"]
         files = [file, *map(KeepFile, plan["partner_files"][own[1] : own[1] + 1])]
+        readable = choice["reader"]
         for each in files:
-            _drop_newer(each, step)
+            _drop_newer(each, step if readable is None else readable[0])
         file.words[Head.WAS_REPLICATED] = int(is_replicated)
         if own[1] == 0:
             file.tell_agreed(plan, {name: choice[name] for name in FACTS})
         done = {**plan, **{name: choice[name] for name in (*FACTS, "from_partners")}}
         done |= {"large": None, "own": None}
+        if readable is not None:
+            copies = [_located(plan, own[0], *each) for each in readable[1]]
+            done["reader"] = {"step": readable[0], "copies": copies}
         agreement = Agreement(done, store)
         if choice["no_peers"] and os.environ["RANK"] == "0":
             say(f"--keep-peers has no effect: {choice['no_peers']}")
@@ -297,10 +301,11 @@ def chosen(found: Sequence[Mapping[str, Any]], world: int) -> dict[str, Any]:
         ``replicated`` is true if all ranks have the same state. ``nodes`` has the first rank and the number
         of ranks of each node. ``has_peers`` is true if each node keeps copies of another node. If a step is
         chosen, ``where`` has the place of each copy (node, local rank, slot, and sequence number), by the
-        rank that made the copy.
+        rank that made the copy. If only ``Keep.reader`` can load a step, ``reader`` has the step and the
+        places of the copies, in the order of the ranks that made them.
     """
     nothing: dict[str, Any] = {**Choice().facts(), "from_partners": {}, "replicated": False}
-    nothing |= {"has_peers": False, "no_peers": "", "nodes": []}
+    nothing |= {"has_peers": False, "no_peers": "", "nodes": [], "reader": None}
     for group_rank, each in enumerate(found):
         if "off" in each:
             return {**nothing, "why": f"Keep is off on node {group_rank}: {each['off']}"}
@@ -322,18 +327,23 @@ def chosen(found: Sequence[Mapping[str, Any]], world: int) -> dict[str, Any]:
     refused = [each["refused"] for each in found if each["refused"] is not None]
     before = max((_pair(*each["reached"]) for each in found if each["reached"] is not None), default=None)
     ranks = max(each["ranks_before"] for each in found)
-    choice = choose(
+    choose_for = partial(
+        choose,
         holdings,
-        world,
         barred_from=min(bars, default=None),
         refused=min(refused, default=None),
         was_replicated=any(each["was_replicated"] for each in found),
         before=before,
         ranks=ranks,
     )
+    choice = choose_for(world)
     others = {each.get("other") for each in found}
     why = why_other(choice.step, others.pop()) if len(others) == 1 else ""
-    if choice.step is None and not why and any(each.get("saved") for each in found):
+    if choice.step is None and (old := choose_for(ranks)).step is not None:
+        # As many ranks as before could restore this step. So the reader can load it with another number.
+        copies = [[*places[rank], *slot] for rank, *slot in (old.sources[each] for each in range(ranks))]
+        nothing["reader"] = [old.step, copies]
+    elif choice.step is None and not why and any(each.get("saved") for each in found):
         return {**nothing, **_saved_facts(found, 0 if before is None else before[1])}
     if choice.step is None or why:
         return {**nothing, "why": why or choice.why, "replicated": choice.is_replicated}
@@ -466,9 +476,24 @@ def _add_copy(
     plan["large"] = {"file": plan["files"][taker], "slot": slot, "rank": holder, "sequence": sequence}
 
 
+def _located(
+    plan: Mapping[str, Any], group_rank: int, node: int, local: int, slot: int, sequence: int
+) -> tuple[str, int, int]:
+    """Return file, slot and sequence number of a copy. If it is on another node, there is ``NODE/LOCAL RANK``
+    in place of the file.
+    """
+    if node != group_rank:
+        return f"{node}/{local}", slot, sequence
+    if slot >= layout.SLOTS:
+        return plan["partner_files"][local], slot - layout.SLOTS, sequence
+    return plan["files"][local], slot, sequence
+
+
 def _servers(choice: Mapping[str, Any]) -> set[tuple[int, int]]:
     """Return node and local rank of each worker whose copy another node needs."""
     found: set[tuple[int, int]] = set()
+    if choice["reader"] is not None and len(choice["nodes"]) > 1:
+        return {(node, local) for node, local, *_ in choice["reader"][1]}
     if choice["step"] is None or choice.get("is_saved"):
         return found
     for group_rank, (first, count) in enumerate(choice["nodes"]):
@@ -490,23 +515,35 @@ def _offer(
     of the second file, which has copies of another node's rank, are numbered from :data:`.layout.SLOTS` on.
     """
     pace, slots = Pace(bandwidth), [slot for file in files for slot in file.slots]
+    checked = set[tuple[int, int]]()
 
     def parts(name: str) -> Iterator[memoryview]:
         part, _, copy = name.partition(" ")
         if is_paced := copy.startswith(_PACED):
             (slot,) = (slot for slot in files[0].slots if slot.complete_step == int(copy[len(_PACED) :]))
         else:
+            copy, *place = copy.split()
             slot = slots[int(copy)]
             is_of_partner = int(copy) >= layout.SLOTS
-            if part == "head" and is_of_partner and not is_intact(slot):
+            if part == "bytes":
+                at, length = map(int, place)
+                yield from in_chunks(memoryview(slot.read_only()[0])[at : at + length], Pace(0))
+                return
+            # A client that reads only some bytes cannot check the copy. So do it here, once for all clients.
+            known = int(copy), slot.sequence
+            if part == "checked" and known not in checked and is_intact(slot):
+                checked.add(known)
+            is_damaged = part == "checked" and known not in checked
+            if is_damaged or (part == "head" and is_of_partner and not is_intact(slot)):
                 # Delete the damaged copies. Their own rank cannot find them, because it is on another node.
-                for each in slots[layout.SLOTS :]:
+                for each in slots[layout.SLOTS if is_of_partner else 0 :]:
                     if each.complete_step is not None and not is_intact(each):
                         each.drop()
                 raise ValueError("the checksum is wrong")
         private, words, index = slot.read_only()
         data = memoryview(private)[words[Slot.DATA_AT] :][: words[Slot.DATA_LENGTH]]
-        pieces = {"head": memoryview(layout.pack(words)), "index": memoryview(index), "data": data}
+        head = memoryview(layout.pack(words))
+        pieces = {"head": head, "checked": head, "index": memoryview(index), "data": data}
         if is_paced:
             yield from in_chunks(pieces[part], pace)
         else:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import io
 import os
+import pickle
 
 import torch
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
@@ -24,8 +25,11 @@ from torch.distributed.checkpoint.planner import LoadItemType
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from elasticrs._engine.inside.keep import trees
+from elasticrs._engine.inside.handover import Offer, take
+from elasticrs._engine.inside.keep import layout, trees
 from elasticrs._engine.inside.keep.file import DamagedCopyError, KeepFile, OffError
+from elasticrs._engine.inside.keep.layout import Slot
+from elasticrs._engine.inside.keep.nodes import offer_of
 from elasticrs._engine.inside.keep.restore import DamagedError, Kept, drop_damaged
 from elasticrs._engine.inside.keep.saved import newest
 
@@ -36,9 +40,56 @@ if TYPE_CHECKING:
 
     from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 
+    from elasticrs._engine.inside.keep.nodes import Store
     from elasticrs._engine.inside.keep.trees import Path
 
 __all__ = ["Reader"]
+
+
+class _Remote(Kept):
+    """A copy on another node. Only the bytes of the tensors that are needed are downloaded, and none are
+    stored. The other node has checked the copy before.
+
+    Raises:
+        OSError: the other node does not send the copy.
+        DamagedError: it has another copy there.
+    """
+
+    def __init__(self, offer: Offer, number: int, step: int, sequence: int) -> None:
+        self.step, self._offer, self._number = step, offer, number
+        head = bytearray(layout.WORD * Slot.COUNT)
+        take(offer, f"checked {number}", memoryview(head))
+        self._words = layout.unpack(bytes(head))
+        if (self._words[Slot.STEP], self._words[Slot.SEQUENCE]) != (step, sequence):
+            raise DamagedError("the copy has been overwritten")
+        index = bytearray(self._words[Slot.INDEX_LENGTH])
+        take(offer, f"index {number}", memoryview(index))
+        try:
+            self._parse(bytes(index))
+        except (ValueError, pickle.UnpicklingError, LookupError) as error:
+            raise DamagedError(f"its index is damaged ({error})") from error
+        self._tensors = {
+            path: torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
+            for path, dtype, shape, *_ in self.entries
+        }
+        self._entry_of = {id(self._tensors[entry[0]]): entry for entry in self.entries}
+
+    def tensors(self) -> dict[Path, torch.Tensor]:
+        """Return the copy's tensors by their paths, without data."""
+        return self._tensors
+
+    def check(self) -> None:
+        """Do nothing, because the other node has checked the copy."""
+
+    def loaded(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Download the data of one of the copy's tensors."""
+        _, dtype, shape, offset, size, strides, _ = self._entry_of[id(tensor)]
+        if not size:
+            return torch.empty(shape, dtype=getattr(torch, dtype))
+        data = bytearray(size)
+        at = self._words[Slot.DATA_AT] + offset
+        take(self._offer, f"bytes {self._number} {at} {size}", memoryview(data), is_checked=True)
+        return trees.lay_out(torch.frombuffer(data, dtype=torch.uint8), dtype, shape, strides)
 
 
 class Reader(StorageReader):
@@ -156,6 +207,7 @@ class Reader(StorageReader):
                 continue
             kept, source = self._where[index]
             self._check(kept)
+            source = kept.loaded(source)
             for dimension, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
                 source = source.narrow(dimension, start, length)
             target = planner.resolve_tensor(item).detach()
@@ -170,16 +222,18 @@ class Reader(StorageReader):
             try:
                 kept.check()
             except DamagedError as error:
-                drop_damaged(each.file.place for each in self._copies)
+                drop_damaged(each.file.place for each in self._copies if not isinstance(each, _Remote))
                 raise DamagedCopyError(
                     f"elasticrs: keep: a copy of step {kept.step} is damaged: {error}"
                 ) from error
             self._checked.append(kept)
 
 
-def open_copies(readable: Mapping[str, Any], own: KeepFile | None = None) -> list[Kept]:
+def open_copies(
+    readable: Mapping[str, Any], own: KeepFile | None = None, store: Store | None = None
+) -> list[Kept]:
     """Open the copies that the agent's plan (what a worker is to restore) names under ``reader``. ``own`` is
-    this worker's file, which is open already.
+    this worker's file, which is open already. ``store`` has the addresses of the workers of other nodes.
 
     Raises:
         RuntimeError: a copy is damaged.
@@ -193,13 +247,20 @@ def open_copies(readable: Mapping[str, Any], own: KeepFile | None = None) -> lis
         copies = readable["copies"]
     if not copies:
         raise RuntimeError(f"elasticrs: keep: step {step} is gone from {readable['folder']}")
+
+    def opened(place: str, slot: int, sequence: int) -> Kept:
+        if ":" not in place:
+            assert store is not None
+            return _Remote(offer_of(store.get(f"offer/{place}")), slot, step, sequence)
+        file = own if own is not None and own.place == place else KeepFile(place)
+        return Kept(file, slot, step, sequence)
+
     try:
-        return [
-            Kept(own if own is not None and own.place == place else KeepFile(place), slot, step, sequence)
-            for place, slot, sequence in copies
-        ]
+        return [opened(*each) for each in copies]
+    except OSError as error:
+        raise RuntimeError(f"elasticrs: keep: a copy of step {step} cannot be read: {error}") from error
     except (DamagedError, OffError) as error:
-        drop_damaged(place for place, *_ in copies)
+        drop_damaged(place for place, *_ in copies if ":" in place)
         raise DamagedCopyError(f"elasticrs: keep: a copy of step {step} is damaged: {error}") from error
 
 

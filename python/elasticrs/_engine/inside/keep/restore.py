@@ -49,21 +49,24 @@ class Kept:
             raise DamagedError("the copy has been overwritten")
         try:
             self._map, self._words, index = self._slot.read_only()
-            parts, groups, self.small, common, before = state.split_index(index)
-            self.skeletons, self.entries = trees.load(parts)
-            self.groups: dict[str, list[dict[str, Any]]] = trees.decode(groups)
-            self.common: dict[str, Any] = trees.decode(common)
-            """States of the objects, such as schedulers, that are the same on all ranks, by the names of the
-            objects in ``Keep``.
-            """
-            self.step_before = layout.unpack(before[: layout.WORD])[0] if before else step - 1
-            self.small_before = before[layout.WORD :]
-            """Small state (random numbers and the like) of the rank that made the copy, at the end of the
-            step before the copy's step; empty if it is not known.
-            """
+            self._parse(index)
         except (ValueError, pickle.UnpicklingError, LookupError) as error:
             raise DamagedError(f"its index is damaged ({error})") from error
         self.why_copied = self._words[Slot.WHY]
+
+    def _parse(self, index: bytes) -> None:
+        parts, groups, self.small, common, before = state.split_index(index)
+        self.skeletons, self.entries = trees.load(parts)
+        self.groups: dict[str, list[dict[str, Any]]] = trees.decode(groups)
+        self.common: dict[str, Any] = trees.decode(common)
+        """States of the objects, such as schedulers, that are the same on all ranks, by the names of the
+        objects in ``Keep``.
+        """
+        self.step_before = layout.unpack(before[: layout.WORD])[0] if before else self.step - 1
+        self.small_before = before[layout.WORD :]
+        """Small state (random numbers and the like) of the rank that made the copy, at the end of the
+        step before the copy's step; empty if it is not known.
+        """
 
     def _data(self) -> torch.Tensor:
         at, length = self._words[Slot.DATA_AT], self._words[Slot.DATA_LENGTH]
@@ -77,6 +80,10 @@ class Kept:
         """
         if digest_of(self._data()) != self._words[Slot.DIGEST]:
             raise DamagedError("its checksum is wrong")
+
+    def loaded(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return one of :meth:`tensors` with its data."""
+        return tensor
 
     def tensors(self) -> dict[Path, torch.Tensor]:
         """Return the copy's tensors by their paths (the keys that lead to each in the state). They use the
