@@ -66,6 +66,31 @@ def test_rows_of_agents_on_one_machine_have_names_of_their_own():
     assert [line.split()[1] for line in ranks_table(found)[1:]] == ["n0:0", "n0:1", "n2"]
 
 
+def test_the_sentence_is_wrapped_and_longer_lines_are_cut_at_the_width_of_the_terminal():
+    found = status([worker(0)], no_progress={"what": "no progress " * 20})
+    lines = screen(found, [], "keys", 40, 30)
+    assert " ".join(lines[:3]).startswith(sentence(found))
+    assert max(map(len, lines)) == 40
+    assert {line[-1] for line in lines if len(line) == 40} == {"…"}
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (["stat"], "did you mean status?"),
+        (["nonsense"], "there are ps, status"),
+        (["status", "--wach"], "did you mean --watch?"),
+        (["logs", "--rnak=3"], "did you mean --rank?"),
+        (["--nonsense", "ps"], "unknown argument '--nonsense'"),
+        (["ps", "extra"], "unknown argument 'extra'"),
+    ],
+)
+def test_a_wrong_word_of_the_command_line_is_named_with_a_similar_one(capsys, args, said):
+    assert ctl.main(args) == 2
+    written = capsys.readouterr()
+    assert (written.out, said in written.err) == ("", True), written.err
+
+
 def test_the_sentence_says_how_the_job_is():
     found = sentence(status([worker(0, step=18412, age=0.25), worker(1, step=18411, age=0.5)]))
     assert found == (

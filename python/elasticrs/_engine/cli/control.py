@@ -22,6 +22,7 @@ from elasticrs._engine.cli.control_client import (
     what_to_do,
     why_silent,
 )
+from elasticrs._engine.job.options import near_name
 from elasticrs._engine.job.phrases import attempt_text, duration
 from elasticrs._engine.process.console import visible
 from elasticrs._engine.supervise.observe.status_text import (
@@ -51,8 +52,8 @@ def run(args: Sequence[str]) -> int:
     if len(args) > 1 and args[0] in ("-h", "--help"):
         # Treat `--help COMMAND` as `COMMAND --help`, which also rejects an unknown command.
         args = [*args[1:], "--help"]
-    options = _parser().parse_args(args)
     try:
+        options = _parsed(args)
         code: int = options.run(options)
     except Problem as problem:
         _tell(str(problem))
@@ -67,7 +68,25 @@ def run(args: Sequence[str]) -> int:
     return code
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parsed(args: Sequence[str]) -> argparse.Namespace:
+    parser, commands = _parser()
+    word = args[0] if args else "-"
+    if not word.startswith("-") and word not in commands:
+        near = near_name(word, commands)
+        hint = f"did you mean {near}?" if near else f"there are {', '.join(commands)}"
+        raise Problem(USAGE, f"unknown command {word!r} ({hint})")
+    options, unknown = parser.parse_known_args(args)
+    if unknown:
+        flags = commands.get(word, parser)._option_string_actions
+        known = [flag.lstrip("-") for flag in flags if flag.startswith("--")]
+        near = near_name(unknown[0].lstrip("-"), known) if unknown[0].startswith("--") else None
+        hint = f"did you mean --{near}?" if near else "see elasticctl --help"
+        raise Problem(USAGE, f"unknown argument {unknown[0]!r} ({hint})")
+    return options
+
+
+def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
+    """Return the parser of the command line, and the parser of each command by its name."""
     parser = argparse.ArgumentParser("elasticctl", description="Look at jobs on this machine; act on them.")
     from elasticrs import __version__
 
@@ -111,7 +130,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     for each in (restart, drain, stop):
         each.add_argument("--no-wait", action="store_true", help="do not wait until it is done")
-    return parser
+    return parser, commands.choices
 
 
 def _print(lines: Sequence[str]) -> None:

@@ -10,6 +10,7 @@ import termios
 import time
 import tty
 from contextlib import contextmanager
+from textwrap import wrap
 from threading import Event, Thread
 from typing import TYPE_CHECKING
 
@@ -49,9 +50,21 @@ _HOME, _END_OF_LINE, _END_OF_SCREEN = "\x1b[H", "\x1b[K", "\x1b[J"
 
 def screen(status: dict[str, Any], below: list[str], footer: str, width: int, height: int) -> list[str]:
     """Return the lines to show: the job's status, its ranks, what a key has asked for (``below``), keys."""
-    lines = [sentence(status), *remarks(status), "", *ranks_table(status), *letters(status), "", *below]
-    shown = [visible(line)[:width] for line in lines[: height - 1]]
+    lines = [
+        *wrap(sentence(status), width),
+        *remarks(status),
+        "",
+        *ranks_table(status),
+        *letters(status),
+        "",
+        *below,
+    ]
+    shown = [_cut(visible(line), width) for line in lines[: height - 1]]
     return [*shown, *[""] * (height - 1 - len(shown)), footer[:width]]
+
+
+def _cut(line: str, width: int) -> str:
+    return line if len(line) <= width else f"{line[: width - 1]}…"
 
 
 @contextmanager

@@ -546,7 +546,10 @@ class MaxRestarts(int):
             raise ValueError("a whole number, 0 or more, or a number per duration such as 3/1h")
         found = MaxRestarts(number)
         if slash:
-            found.window = _policy_duration(window)
+            try:
+                found.window = _policy_duration(window)
+            except ValueError as error:
+                raise ValueError(f"a number per duration such as 3/1h, with {error}") from None
             if not 1 <= found <= MAX_IN_WINDOW:
                 raise ValueError(f"1 to {MAX_IN_WINDOW} restarts per duration")
         return found

@@ -18,7 +18,7 @@ from elasticrs._engine.job.value import Value, defaults_of
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
     from dataclasses import KW_ONLY
     from typing import Any
 
@@ -488,17 +488,21 @@ def _find(typed: str) -> Option:
     raise UsageError(f"unknown option {typed}{_suggestion(name)}")
 
 
-def _suggestion(name: str) -> str:
+def near_name(typed: str, names: Iterable[str]) -> str | None:
+    """Return the name that a user has probably meant, or ``None`` if no name is similar."""
     import difflib
 
-    typed = name.partition("=")[0].lower().replace("_", "-")
-    near = difflib.get_close_matches(typed, _BY_NAME, 1)
+    known, typed = list(names), typed.partition("=")[0].lower().replace("_", "-")
+    near = difflib.get_close_matches(typed, known, 1)
     if not near:
-        # Suggest an option with the same start, such as --nproc-per-node for --nprocs.
-        near = [
-            known for known in _BY_NAME if known.startswith(typed[: max(_MIN_COMMON_PREFIX, len(typed) - 1)])
-        ]
-    return f" (did you mean --{near[0]}?)" if near else _HELP_HINT
+        # Suggest a name with the same start, such as nproc-per-node for nprocs.
+        near = [name for name in known if name.startswith(typed[: max(_MIN_COMMON_PREFIX, len(typed) - 1)])]
+    return near[0] if near else None
+
+
+def _suggestion(name: str) -> str:
+    near = near_name(name, _BY_NAME)
+    return f" (did you mean --{near}?)" if near else _HELP_HINT
 
 
 def _value(option: Option, arguments: Iterator[str]) -> str:
