@@ -296,6 +296,8 @@ def test_a_step_that_other_nodes_may_have_chosen_is_kept_when_a_second_signal_co
     assert job.asked(0) == (1, AgreedState.ACT, 8)
     job.let_send()
     assert (job.sent, job.asked(0)[:2]) == ([10], (2, AgreedState.WAIT))
+    # The ranks still wait for the first signal, which may arrive later than this second request.
+    assert layout.unpack(os.pread(job.files.memory.fds[0], layout.WORD, layout.WORD * Agreed.SENT)) == (1,)
     job.let_send()
     assert job.sent == [10, 15]
     assert job.steps_told() == [(10, 8), (15, 9)]

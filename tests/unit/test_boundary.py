@@ -67,8 +67,21 @@ def test_a_worker_goes_on_without_a_signal_if_the_agent_says_so(words, handled, 
 
 def test_a_worker_without_a_handler_goes_on_soon_after_the_signal_was_sent(words):
     words[Agreed.SIGNAL] = signal.SIGCHLD
-    thread = when_ready(words, lambda: words.__setitem__(Agreed.STATE, AgreedState.SENT))
+    thread = when_ready(words, lambda: words.__setitem__(Agreed.SENT, 3))
     _Boundary().reach(words, 7, is_start=True)
+    thread.join()
+
+
+def test_a_worker_waits_for_a_signal_that_was_sent_even_if_the_agent_asks_again(words, handled):
+    def send():
+        words[Agreed.SENT], words[Agreed.NUMBER], words[Agreed.STATE] = 3, 4, AgreedState.WAIT
+        # A worker that did not wait for the signal would go on now.
+        signal.sigtimedwait([], 0.05)
+        os.kill(os.getpid(), signal.SIGUSR1)
+
+    thread = when_ready(words, send)
+    _Boundary().reach(words, 7, is_start=True)
+    assert handled == [signal.SIGUSR1]
     thread.join()
 
 

@@ -434,9 +434,11 @@ class _Stop:
     def _wait(self, *, is_noticed: bool) -> None:
         words, number = self._words, self._number
         limit = monotonic_ns() + _SIGNAL_LIMIT_NS
-        while not self._has_come and words[Agreed.NUMBER] == number and words[Agreed.STATE]:
-            now = monotonic_ns()
-            if words[Agreed.STATE] == AgreedState.SENT and not is_noticed:
+        while not self._has_come and words[Agreed.STATE]:
+            now, is_sent = monotonic_ns(), words[Agreed.SENT] == number
+            if words[Agreed.NUMBER] != number and not is_sent:
+                return
+            if is_sent and not is_noticed:
                 limit, is_noticed = min(limit, now + _UNNOTICED_NS), True
             if now > min(limit, words[Agreed.UNTIL]):
                 return

@@ -116,7 +116,7 @@ class Agreed:
     """
 
     NUMBER = 64
-    """Number of the agent's request for such a step. The agent writes this word and those up to ``UNTIL``."""
+    """Number of the agent's request for such a step. The agent writes this word and those up to ``SENT``."""
     STATE = 65
     """Code of :class:`AgreedState`: what the worker is to do at the end of a step."""
     STEP = 66
@@ -124,6 +124,10 @@ class Agreed:
     SIGNAL = 67
     UNTIL = 68
     """Time until which the ranks wait for the signal, in nanoseconds of the monotonic clock."""
+    SENT = 69
+    """Number of the last request for whose signal the ranks have waited, and whose signal the agent has sent.
+    The agent may ask for the next one before the signal arrives.
+    """
     OWNER = 72
     """Pid of the worker process whose steps are counted. The worker writes this word and those after it."""
     STEPS = 73

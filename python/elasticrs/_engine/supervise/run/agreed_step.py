@@ -459,6 +459,8 @@ class AgreedSteps:
         # Send all signals before anything is printed, because the ranks wait for them.
         deaf = [each.send(now - each.since) for each in held]
         if was_open:
+            if not decision.why:
+                self._write(Agreed.SENT, self._number)
             self._write(Agreed.STATE, AgreedState.NONE if decision.why else AgreedState.SENT)
             self._reset_at = now + _RESET
         for each, not_sent in zip(held, deaf, strict=True):
