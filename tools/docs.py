@@ -121,6 +121,7 @@ QUERIES = {
     "OOM": "docs/troubleshooting",
     "elasticrs_restarts_total": "docs/metrics",
     "more restarts": "docs/options",
+    "how many GPUs": "docs/options",
     "which rank failed first": "docs/failures",
     "NCCL timeout": "docs/failures",
     "resume": "docs/restarts",

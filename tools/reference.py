@@ -35,7 +35,7 @@ class More(NamedTuple):
 
 
 MORE = {
-    "nproc-per-node": More("gpu"),
+    "nproc-per-node": More("gpu", searches="how many GPUs, number of GPUs, GPUs per node"),
     "max-restarts": More(
         "3/1h",
         "[Budgets and delays](failures.md#budgets-and-delays)",
