@@ -238,7 +238,8 @@ def write_texts(app: Sphinx, error: Exception | None) -> None:
 
 def _own_text(section: nodes.section) -> str:
     """Return the text of a section without its title and the sections in it."""
-    shown = (child for child in section[1:] if not isinstance(child, (nodes.section, nodes.raw)))
+    parts = (child for child in section[1:] if not isinstance(child, (nodes.section, nodes.raw)))
+    shown = (part for part in parts if "picture" not in part.get("classes", ()))
     # Leave out the lines of reports that only separate.
     return re.sub("={9,}|-{9,}", "", " ".join(child.astext() for child in shown))
 
