@@ -440,7 +440,7 @@ def test_drain_leaves_the_other_nodes_running_and_never_goes_below_the_minimum(
             for each, rank in zip(agents, ranks, strict=True)
         ), text
     code, text = asked("drain", own, f"--job={agents[0].pid}")
-    assert (code, f"3 nodes are named {own}: choose a group rank" in text) == (2, True)
+    assert (code, f"3 nodes are named {own}: choose one of these: {own}:0 (0)" in text) == (2, True), text
     for drained in agents:
         code, text = asked("drain", rank_of(sockets, drained), f"--job={drained.pid}")
         if code == 0:
