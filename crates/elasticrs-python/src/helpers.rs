@@ -10,7 +10,6 @@ use elasticrs_nursery::start;
 use elasticrs_nursery::tree::{self, Target};
 use elasticrs_store::coordination;
 use elasticrs_sys::clock::Stamp;
-use elasticrs_sys::copy::{self, Block};
 use elasticrs_sys::stop;
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
@@ -71,21 +70,4 @@ pub(crate) fn patience_with(pid: i32) -> Option<f64> {
 #[pyfunction]
 pub(crate) fn order_stop_signals() -> PyResult<()> {
     stop::order_signals().map_err(|errno| os_error(&errno.into(), "order signals"))
-}
-
-#[pyfunction]
-pub(crate) fn copy_and_sum(
-    py: Python<'_>,
-    sources: Vec<usize>,
-    targets: Vec<usize>,
-    lengths: Vec<usize>,
-) -> PyResult<u64> {
-    if sources.len() != targets.len() || sources.len() != lengths.len() {
-        return Err(PyValueError::new_err("the lists have different lengths"));
-    }
-    let blocks: Vec<Block> = std::iter::zip(sources, targets)
-        .zip(lengths)
-        .map(|((source, target), length)| Block { source, target, length })
-        .collect();
-    Ok(py.detach(|| copy::copy_and_sum(&blocks)))
 }

@@ -11,6 +11,7 @@
 //! | `coordination`, `worker_store` | the clients and servers of both stores |
 //! | `stores`, `home` | the threads of the servers and clients, and how the nursery guards the lease of a client |
 //! | `health`, `timer_fifo` | the health check server, and timers for programs without an agent |
+//! | `memory` | copies of memory by address; the only `unsafe` code here |
 //! | `helpers`, `error` | functions without a supervisor, and the exception types of all errors |
 //!
 //! A new class or function is exported by `_core` below, and declared in `_core.pyi`; `make lint` compares the two.
@@ -23,6 +24,7 @@ mod event;
 mod health;
 mod helpers;
 mod home;
+mod memory;
 mod nursery;
 mod spec;
 mod stores;
@@ -54,9 +56,11 @@ mod _core {
     use crate::health::HealthServer;
     #[pymodule_export]
     use crate::helpers::{
-        check_limits, children, copy_and_sum, heartbeat_page, last_lines, name_of, order_stop_signals, patience_with,
+        check_limits, children, heartbeat_page, last_lines, name_of, order_stop_signals, patience_with,
         raise_descriptor_limit, scoped_token, stop_unless_continued,
     };
+    #[pymodule_export]
+    use crate::memory::copy_and_sum;
     #[pymodule_export]
     use crate::nursery::{WarmNursery, nursery_main, warm_nursery_begin, warm_nursery_main};
     #[pymodule_export]

@@ -24,13 +24,12 @@ pub struct Block {
 ///
 /// The sum is that of the bytes that were written, even if another thread changes a source during the copy.
 ///
-/// This function trusts the addresses, as `ctypes.memmove` does: all sources must be readable, all targets writable,
-/// and no source may overlap a target. It is not marked as `unsafe`, because the addresses come from Python code, and
-/// the extension module between the two has no `unsafe` code.
+/// # Safety
+/// All sources are readable, all targets are writable, and no source overlaps a target, until the function returns.
 ///
 /// # Panics
 /// The target of a block is not a multiple of 64.
-pub fn copy_and_sum(blocks: &[Block]) -> u64 {
+pub unsafe fn copy_and_sum(blocks: &[Block]) -> u64 {
     let mut sums = Line::default();
     for block in blocks {
         assert_eq!(block.target % LINE, 0, "the target of a copy is not aligned");
@@ -110,7 +109,8 @@ mod tests {
                 let (mut target, from) = (Aligned([7; 1024]), &source[skipped..]);
                 let to = target.0.as_mut_ptr().expose_provenance();
                 let block = |at| Block { source: from.as_ptr().expose_provenance(), target: to + at, length };
-                let sum = copy_and_sum(&[block(64), block(512)]);
+                // SAFETY: the two targets lie within `target`, 448 bytes apart, and both sources within `source`.
+                let sum = unsafe { copy_and_sum(&[block(64), block(512)]) };
                 let mut expected = [7; 1024];
                 for at in [64, 512] {
                     expected[at..at + length].copy_from_slice(&from[..length]);
@@ -131,6 +131,7 @@ mod tests {
     fn a_target_that_is_not_aligned_is_refused() {
         let mut target = Aligned([0; 1024]);
         let to = target.0.as_mut_ptr().expose_provenance();
-        copy_and_sum(&[Block { source: to + 512, target: to + 8, length: 64 }]);
+        // SAFETY: source and target lie within `target`, and do not overlap.
+        unsafe { copy_and_sum(&[Block { source: to + 512, target: to + 8, length: 64 }]) };
     }
 }
