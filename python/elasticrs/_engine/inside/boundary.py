@@ -90,6 +90,16 @@ def _private_words() -> memoryview:
     return memoryview(bytearray(layout.HEAD_SIZE)).cast("Q")
 
 
+def _is_traced() -> bool:
+    """Return true while torch's compiler traces the caller, and if this torch has no compiler."""
+    import torch
+
+    try:
+        return torch.compiler.is_compiling()
+    except AttributeError:
+        return True
+
+
 def follow_steps(optimizers: Any, beat: Callable[[int | None], None] | None) -> None:
     """Count the steps of torch's optimizers, and let the agent choose one after which all ranks get a signal.
 
@@ -115,6 +125,8 @@ def follow_steps(optimizers: Any, beat: Callable[[int | None], None] | None) -> 
     count = due = counted = 0
     first: object = None
     has_others = False
+    # With an old torch, no steps are counted. The agent then reports that the rank is not watched.
+    is_traced = _is_traced
 
     def forget(_reference: object) -> None:
         nonlocal counted
@@ -122,8 +134,10 @@ def follow_steps(optimizers: Any, beat: Callable[[int | None], None] | None) -> 
 
     def on_other_step(optimizer: object) -> bool:
         """Handle a step of an optimizer that is not counted. Return true if it is counted from now on."""
-        nonlocal counted, first, has_others
+        nonlocal counted, first, has_others, is_traced
         if not counted:
+            # From now on, use the faster function, which also returns true while torch traces `on_step`.
+            is_traced = getattr(torch.compiler, "is_dynamo_compiling", is_traced)
             counted, first = id(optimizer), ref(optimizer, forget)
             boundary.counted = counted
             boundary.count_with(None)
@@ -136,12 +150,9 @@ def follow_steps(optimizers: Any, beat: Callable[[int | None], None] | None) -> 
 
     def on_step(optimizer: object, _args: object, _kwargs: object) -> None:
         nonlocal count, due, words
-        try:
-            # Do not count a compiled optimizer, because torch would warn that it cannot trace this call.
-            if torch.compiler.is_compiling():
-                return
-        except AttributeError:
-            return  # Count no steps with an old torch. The agent reports that the rank is not watched.
+        # Do not count a compiled optimizer, because torch would warn that it cannot trace this function.
+        if is_traced():
+            return
         if id(optimizer) != counted and not on_other_step(optimizer):
             return
         if beat is not None:
