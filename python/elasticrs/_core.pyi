@@ -986,6 +986,16 @@ class HealthServer:
             ValueError: a descriptor is not 1 or 2.
             OSError: no thread could be created.
         """
+    def watch_steps(self, fds: list[int]) -> None:
+        """Show the workers' training steps in the metrics. The server reads them at each scrape.
+
+        Args:
+            fds: by local rank, the files in memory into which the workers write their steps
+                (:mod:`elasticrs._engine.inside.keep.layout`). The server duplicates the descriptors.
+
+        Raises:
+            OSError: a descriptor is not open, or there are no more file descriptors.
+        """
     def identify(self, run_id: str, node: str, placed: tuple[int, int] | None = None) -> None:
         """Set the identity of the agent within its job, for the metrics.
 

@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 from helpers import procs
 from helpers.elasticctl import COUNTS, SAVES, STUBBORN, WAITS, sizes, socket_of, status_of
-from helpers.http_client import get_json, port_of
+from helpers.http_client import get, get_json, port_of
 from helpers.nodes import meeting
 from helpers.packages import install
 from helpers.procs import wait_gone, wait_state, wait_until
@@ -88,7 +88,7 @@ def test_a_script_whose_name_is_not_valid_utf_8_has_a_status(start, asked):
 
 
 def test_optimizer_steps_are_shown_without_a_hang_timeout(start, sockets, asked):
-    job = start(source=COUNTS, name="steps.py")
+    job = start("--health-check-port=0", source=COUNTS, name="steps.py")
     workers = wait_until(
         lambda: status_of(sockets, job)["workers"],
         lambda workers: len([each for each in workers if each["progress"]]) == 2,
@@ -100,6 +100,10 @@ def test_optimizer_steps_are_shown_without_a_hang_timeout(start, sockets, asked)
     sentence = asked("status")[1]
     assert ": running with 2 ranks for " in sentence
     assert ", step 1,041 (" in sentence
+    page = get(port_of(job), "/metrics")[2]
+    steps = [line.split() for line in page.splitlines() if line.startswith("elasticrs_worker_step{")]
+    names = [f'elasticrs_worker_step{{rank="{rank}",local_rank="{rank}"}}' for rank in range(2)]
+    assert steps == [[name, "1041"] for name in names]
     assert asked("stop", "--now")[0] == 0
     assert job.wait() == 1
 

@@ -237,7 +237,9 @@ def test_the_status_page_and_the_report_tell_what_is_kept(launch, worker_script)
         pid = int(job.wait_for_line(rf"here (\d+) {attempt}\.")[1])
         status = wait_until(lambda: get_json(port, "/status")[1], lambda status: status["kept"])
         STATUS.validate(status)
-        assert 'name="ended_step"' in get(port, "/metrics")[2]
+        page = get(port, "/metrics")[2]
+        assert 'name="ended_step"' in page
+        assert f'elasticrs_worker_step{{rank="0",local_rank="0"}} {7 + attempt}\n' in page
         os.kill(pid, signal.SIGKILL)
         return status
 

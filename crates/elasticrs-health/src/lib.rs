@@ -23,7 +23,7 @@
 //! | [`outline`] | the status of the job until the loop publishes one |
 //! | [`liveness`] | decides whether the agent is alive (pure) |
 //! | [`metrics`] | counts the metrics that the agent reports, and renders the page of all metrics; time of the job by activity |
-//! | [`processes`], [`log_sizes`] | values read at a scrape: from `/proc` and log files |
+//! | [`processes`], [`log_sizes`], [`steps`] | values read at a scrape: from `/proc`, log files, and files in memory of the workers |
 //!
 //! - **HEALTH-1** A client has limited time for sending its request and for reading the response.
 //! - **HEALTH-2** There are at most [`server::MAX_CONNECTIONS`] connections over TCP, and
@@ -46,6 +46,7 @@ pub mod outline;
 pub mod page;
 pub mod processes;
 pub mod server;
+pub mod steps;
 
 pub use metrics::{Activity, Cause, Job, Spans, State};
 pub use orders::Order;

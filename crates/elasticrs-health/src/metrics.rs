@@ -16,6 +16,7 @@ use elasticrs_sys::named_enum;
 
 use crate::log_sizes::StreamCounts;
 use crate::processes::{self, Usage, Worker};
+use crate::steps::LastStep;
 
 /// Maximum number of series (pairs of group and name) that `put_metric` may create.
 pub const MAX_SERIES: usize = 2000;
@@ -92,6 +93,8 @@ pub struct Moment<'a> {
     /// Resource usage of the running workers, see [`usages`].
     pub usages: &'a [(&'a Worker, Usage)],
     pub readings: &'a Readings,
+    /// Last training step of each worker that has written one into its file in memory, by local rank.
+    pub steps: &'a BTreeMap<usize, LastStep>,
     pub sizes: &'a StreamCounts,
 }
 
@@ -149,6 +152,7 @@ impl Registry {
         self.render_job(&mut page, moment);
         render_workers(&mut page, moment.usages);
         render_heartbeats(&mut page, &moment.readings.heartbeats, moment.workers);
+        render_steps(&mut page, moment);
         render_timers(&mut page, moment.readings.timers);
         render_logs(&mut page, moment);
         self.render_put(&mut page);
@@ -256,10 +260,18 @@ fn render_heartbeats(page: &mut Page, heartbeats: &[Heartbeat], workers: &[Worke
         let age = Duration::from_nanos(now.0.saturating_sub(beat.at.0));
         page.sample(name, &worker.labels(), age.as_secs_f64());
     }
+}
+
+/// Renders the last step of each worker, chosen like `progress` in the status.
+fn render_steps(page: &mut Page, moment: &Moment<'_>) {
     let name = "elasticrs_worker_step";
-    page.family(name, "gauge", "The step of the last heartbeat of the worker.");
-    for (worker, beat) in &beats {
-        if let Some(step) = beat.step {
+    page.family(name, "gauge", "The last training step of the worker.");
+    for worker in moment.workers {
+        let written = moment.steps.get(&(worker.local_rank as usize));
+        let beat = moment.readings.heartbeats.iter().find(|beat| beat.local_rank == worker.local_rank);
+        let kept = written.filter(|last| last.is_kept);
+        let told = beat.and_then(|beat| beat.step);
+        if let Some(step) = kept.map(|last| last.step).or(told).or(written.map(|last| last.step)) {
             page.sample(name, &worker.labels(), whole(step));
         }
     }
@@ -427,6 +439,7 @@ mod tests {
             workers,
             usages: &usages(workers),
             readings: &Readings::default(),
+            steps: &BTreeMap::new(),
             sizes: &StreamCounts {
                 counts: BTreeMap::from([((1, Dest::Stderr), 12), ((7, Dest::Stdout), 1)]),
                 age: Some(Duration::from_millis(500)),

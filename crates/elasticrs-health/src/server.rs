@@ -1,6 +1,7 @@
 //! The health server: its handle, its thread, and its responses.
 
 use std::collections::VecDeque;
+use std::fs::File;
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 use std::os::unix::net::{UnixListener, UnixStream};
@@ -32,6 +33,7 @@ use crate::orders::{Caller, MAX_ORDER, Order, Orders};
 use crate::outline::Outline;
 use crate::page::{EVENTS, Live, MAX_VIEWERS, PAGE, Seat};
 use crate::processes::Worker;
+use crate::steps::last_step;
 
 /// Maximum number of simultaneous connections. See HEALTH-2.
 pub const MAX_CONNECTIONS: usize = 64;
@@ -79,6 +81,7 @@ pub(crate) struct Shared {
     /// watched.
     watched_loop: Mutex<Option<Arc<dyn Source>>>,
     sizes: LogSizes,
+    step_files: Mutex<Vec<File>>,
     page: Mutex<Option<(Instant, Vec<u8>)>>,
 }
 
@@ -167,6 +170,7 @@ impl Handle {
             source: Mutex::default(),
             watched_loop: Mutex::default(),
             sizes: LogSizes::default(),
+            step_files: Mutex::default(),
             page: Mutex::default(),
         });
         let thread = Arc::new(ServerThread(Mutex::new(ThreadState::NotStarted)));
@@ -285,6 +289,11 @@ impl Handle {
     /// Ends the attempt that was started with [`Self::watch_files`]. Call this when the workers have exited.
     pub fn files_ended(&self) {
         self.shared.sizes.end();
+    }
+
+    /// Sets the files in memory into which the workers write their training steps, by local rank.
+    pub fn watch_steps(&self, files: Vec<File>) {
+        *lock(&self.shared.step_files) = files;
     }
 
     /// Sets the job status that the server reports. If `workers` is `None`, the previous list of workers is kept.
@@ -719,6 +728,9 @@ impl Shared {
         // Read the usage from `/proc` before taking the lock, because other threads need the lock to update the
         // metrics.
         let usages = usages(&workers);
+        let files = lock(&self.step_files);
+        let steps = files.iter().enumerate().filter_map(|(rank, file)| Some((rank, last_step(file)?))).collect();
+        drop(files);
         let moment = Moment {
             now,
             uptime,
@@ -728,6 +740,7 @@ impl Shared {
             workers: &workers,
             usages: &usages,
             readings: &self.read(),
+            steps: &steps,
             sizes: &self.sizes.known(now),
         };
         lock(&self.registry).render(&moment)

@@ -1,6 +1,7 @@
 //! `_core.HealthServer`.
 
 use std::ffi::OsString;
+use std::fs::File;
 use std::io;
 use std::os::fd::AsRawFd;
 use std::path::PathBuf;
@@ -13,6 +14,7 @@ use elasticrs_health::{Activity, Cause, Handle, Job, Order, Outline, State, Work
 use elasticrs_runtime::notices::List;
 use elasticrs_runtime::readings::Dest;
 use elasticrs_sys::clock::boot_now;
+use elasticrs_sys::fds::duplicate;
 use nix::errno::Errno;
 use pyo3::exceptions::{PyOSError, PyValueError};
 use pyo3::prelude::*;
@@ -123,6 +125,12 @@ impl HealthServer {
         };
         let files = files.into_iter().map(of).collect::<PyResult<_>>()?;
         Ok(self.handle.watch_files(files)?)
+    }
+
+    fn watch_steps(&self, fds: Vec<i32>) -> PyResult<()> {
+        let files = fds.into_iter().map(|fd| duplicate(fd).map(File::from)).collect::<io::Result<_>>()?;
+        self.handle.watch_steps(files);
+        Ok(())
     }
 
     fn files_ended(&self) {

@@ -236,6 +236,7 @@ class HealthObserver(Observer):
         if failed is not None and failed.first_failure is not None:
             self._native.recovered((self._attempt.stamps["started"] - failed.failed_ns) / 1e9)
         self._native.enter("productive")
+        self._show_steps(self._attempt)
         if self._job.on_failure != "replace":
             # With `--on-failure replace`, the workers' rendezvous assigns the ranks.
             first = self._attempt.plan.ranks[0]
@@ -243,6 +244,15 @@ class HealthObserver(Observer):
             self._native.identify(self._job.run_id, os.uname().nodename, placed)
         self._state = "HEALTHY"
         self._publish(self._workers_now(self._attempt))
+
+    def _show_steps(self, attempt: Attempt) -> None:
+        """Let the server read the workers' training steps from their files, for the metrics."""
+        if not self._native.port:
+            return  # The server has no metrics.
+        try:
+            self._native.watch_steps([] if attempt.keep_files is None else attempt.keep_files.memory.fds)
+        except OSError as error:
+            self._say(f"/metrics lacks the steps of the workers: {error}")
 
     def replaced(self, attempt: Attempt, failed: Attempt) -> None:
         self._native.restarted(_cause(failed))
