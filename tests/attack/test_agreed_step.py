@@ -109,7 +109,7 @@ def test_ranks_of_several_nodes_act_on_a_request_at_the_same_step(nodes, loop, b
         assert len(set(found)) == 1, agents[0].stderr
         assert found[0][1] == ("work" if loop == "own" and handler == "note" else "end")
     for each in agents:
-        says(each.stderr, "SIGUSR1 reaches all ranks after optimizer step")
+        says(each.stderr, "SIGUSR1 reaches all ranks after step")
         assert "at different steps" not in each.stderr
         each.signal(signal.SIGTERM)
     for each in agents:
@@ -234,7 +234,7 @@ def test_a_restart_goes_on_from_the_step_on_which_all_ranks_agreed(launch, tmp_p
         training.wait_for(job, "ended", rank=0, step=begin + 5)
         job.read_for(moments.uniform(0, 0.05))
         assert ctl.main(["restart", "--no-wait"]) == 0
-        line = r"SIGTERM reaches all ranks after optimizer step (\d+) of this attempt"
+        line = r"SIGTERM reaches all ranks after step (\d+) of this attempt"
         begin += int(job.wait_for_lines(line, number)[-1][1])
         for rank in range(ranks):
             training.wait_for(job, "restored", rank=rank, step=begin)

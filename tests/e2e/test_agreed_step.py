@@ -89,7 +89,7 @@ def test_all_ranks_are_asked_in_the_same_step_to_save_and_to_stop(job, source):
     assert found["0"] == found["1"]
     assert [wish for _, wish in found["0"]] == ["save"] * 5 + ["stop"]
     last = int(found["0"][-1][0]) - (source is BEATS)
-    says(launched.stderr, "SIGTERM reaches all ranks after optimizer step", str(last))
+    says(launched.stderr, "SIGTERM reaches all ranks after step", str(last))
 
 
 @pytest.mark.parametrize("backend", ["c10d", "static"])
@@ -107,7 +107,7 @@ def test_the_ranks_of_two_nodes_are_asked_in_the_same_step(launch, worker_script
         assert len(set(steps)) == 1
     for each in agents:
         each.exits(1)
-        says(each.stderr, "SIGTERM reaches all ranks after optimizer step", steps[0])
+        says(each.stderr, "SIGTERM reaches all ranks after step", steps[0])
         assert "at different steps" not in each.stderr
 
 

@@ -299,7 +299,7 @@ def test_a_checkpoint_by_one_command_is_agreed_between_the_nodes(launch, sockets
         agent.wait_for_lines(r"BEGUN \d+", 2)
     for number in (1, 2):
         code, text = asked("checkpoint", f"--job={agents[number - 1].pid}")
-        step = re.search(r"SIGUSR1 sent to 4 ranks after optimizer step \d+ of this attempt, held", text)
+        step = re.search(r"SIGUSR1 sent to 4 ranks after step \d+ of this attempt, held", text)
         assert (code, step is not None) == (0, True), text
         acted = [agent.wait_for_lines(r"ACTED \d+ (\d+) \w+ \w+", 2 * number)[-2:] for agent in agents]
         assert len({match[1] for matches in acted for match in matches}) == 1

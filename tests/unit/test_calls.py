@@ -294,7 +294,7 @@ def sent(step, why="", ranks=2, waited=0.1):
 @pytest.mark.parametrize(
     ("parts", "code", "step", "ranks", "text"),
     [
-        ([sent(9), sent(9, waited=0.3)], DONE, 9, 4, "after optimizer step 9 of this attempt, held 300.0 ms"),
+        ([sent(9), sent(9, waited=0.3)], DONE, 9, 4, "after step 9 of this attempt, held 300.0 ms"),
         ([sent(None), sent(None)], DONE, None, 4, "sent to 4 ranks at once"),
         (
             [sent(9), sent(None, "a rank is late")],

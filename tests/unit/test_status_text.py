@@ -357,9 +357,7 @@ def test_the_step_of_a_delivery_is_one_of_this_attempt():
     _tell_delivery(answers.append, 3, Delivery(signal.SIGUSR1, 1391, waited=0.0125))
     (answer,) = answers
     assert answer["step"] == 1391
-    assert answer["message"] == (
-        "SIGUSR1 sent to 3 ranks after optimizer step 1,391 of this attempt, held 12.5 ms"
-    )
+    assert answer["message"] == ("SIGUSR1 sent to 3 ranks after step 1,391 of this attempt, held 12.5 ms")
 
 
 @pytest.mark.parametrize(

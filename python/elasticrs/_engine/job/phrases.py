@@ -167,7 +167,7 @@ def agreed(signum: int, step: int | None, why: str, waited: float, paused: float
         return f"{signal_name(signum)} reaches the ranks at different steps{why and f', because {why}'}"
     held, stood = (milliseconds(int(seconds * 1e9)) for seconds in (waited, paused))
     whom = f"all ranks except {local_ranks_text(deaf)}" if deaf else "all ranks"
-    after = f"after optimizer step {step} of this attempt"
+    after = f"after step {step} of this attempt"
     return f"{signal_name(signum)} reaches {whom} {after} (held {held}; ranks waited up to {stood})"
 
 

@@ -169,7 +169,7 @@ def progress(seen: Mapping[int, RankSteps], until: float) -> NodeSteps | Send:
     if not seen:
         return Send()
     if idle := [rank for rank, each in seen.items() if not each.steps]:
-        return Send(f"{phrases.local_ranks_text(idle)} made no optimizer step yet")
+        return Send(f"{phrases.local_ranks_text(idle)} ended no training step yet")
     longest = max(seen.values(), key=lambda each: each.duration)
     if longest.at + longest.duration > until:
         return Send(f"a step takes {longest.duration:.3g} s")

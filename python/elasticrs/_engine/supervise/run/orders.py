@@ -598,7 +598,7 @@ def delivery(ranks: int, sent: Delivery) -> dict[str, Any]:
     code = NOT_AGREED if sent.why else DONE
     if sent.step is not None:
         waited = phrases.milliseconds(round(sent.waited * 1e9))
-        how = f"after optimizer step {sent.step:,} of this attempt, held {waited}"
+        how = f"after step {sent.step:,} of this attempt, held {waited}"
     elif sent.why:
         how = f"without an agreed step: {sent.why}"
     else:
