@@ -56,7 +56,7 @@ ifeq ($(wildcard $(EXTENSION)),)
 REBUILD := force
 endif
 
-.PHONY: help setup build demo demo-keep demo-train demo-hang demo-etcd demo-multinode demo-operate check nightly test programs test-rust test-python test-gpu attack soak soak-store soak-train interop lint lint-rust lint-python collect docs pictures bench wheel release bump try-release rebuild clean force
+.PHONY: help setup build demo demo-keep demo-train demo-hang demo-etcd demo-multinode demo-operate check nightly test programs test-rust test-python test-gpu attack soak soak-store soak-train soak-keep interop lint lint-rust lint-python collect docs pictures bench wheel release bump try-release rebuild clean force
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -171,6 +171,10 @@ soak-train: build ## workers of elasticrs.train are killed at random moments: st
 	@for agents in 0 1 2; do \
 	    PYTHONPATH=tests $(PY) -m tests.train.soak --kills $(or $(KILLS),200) --agents $$agents || exit 1; \
 	done
+
+soak-keep: build ## ranks with kept state are killed at random moments; KILLS=11 for each of 48 jobs, SEED=0
+	@ELASTICRS_KEEP_KILLS=$(or $(KILLS),11) ELASTICRS_KEEP_SEED=$(or $(SEED),0) $(PY) -m pytest -n $(JOBS) --dist worksteal \
+	    tests/attack/test_keep_matrix.py -k random_kills $(PYTEST)
 
 lint: build ## formatters, linters, links of rustdoc, types, the stub of the extension, layers and import cycles, rules of the tree
 	@$(MAKE) --no-print-directory --jobs 2 --output-sync lint-rust lint-python

@@ -79,15 +79,19 @@ class KeptTraining:
         return {each.rank: each.text for each in self.logged("done")}
 
     def lost(self) -> list[int]:
-        """Return how many steps each restart has cost, in the order of the restarts. An attempt in which not
-        all ranks have got as far as their first step counts with the next one.
+        """Return how many steps each restart has cost, in the order of the restarts."""
+        return [*self.lost_by_attempt().values()]
+
+    def lost_by_attempt(self) -> dict[int, int]:
+        """Return how many steps each restart has cost, by the number of the attempt that it began. An attempt
+        in which not all ranks have got as far as their first step counts with the next one.
         """
-        costs, furthest = [], 0
+        costs, furthest = {}, 0
         for attempt in range(max((each.attempt for each in self.logged()), default=0) + 1):
             starts = {each.step for each in self.logged("restored", attempt=attempt)}
             if attempt and len(self.logged("restored", attempt=attempt)) == self.ranks:
                 assert len(starts) == 1, f"the ranks of attempt {attempt} go on from {starts}"
-                costs.append(max(0, furthest - starts.pop()))
+                costs[attempt] = max(0, furthest - starts.pop())
                 furthest = 0
             furthest = max([furthest, *(each.step for each in self.logged("ended", attempt=attempt))])
         return costs

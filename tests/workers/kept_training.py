@@ -114,6 +114,75 @@ class Fused(Training):
         return [torch.optim.AdamW(self.model.parameters(), lr=1e-2, fused=True)]
 
 
+class Foreach(Training):
+    def make_optimizers(self):
+        return [torch.optim.AdamW(self.model.parameters(), lr=1e-2, foreach=True)]
+
+
+class Autocast(Training):
+    def loss(self):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return super().loss()
+
+
+class Average(Training):
+    """A moving average of the parameters, which is changed after the optimizer."""
+
+    def __init__(self, arguments):
+        super().__init__(arguments)
+        update = torch.optim.swa_utils.get_ema_multi_avg_fn(0.9)
+        self.average = torch.optim.swa_utils.AveragedModel(self.model, multi_avg_fn=update)
+
+    def kept(self):
+        return {**super().kept(), "average": self.average}
+
+    def step(self):
+        loss = super().step()
+        self.average.update_parameters(self.model)
+        return loss
+
+
+class Tied(Training):
+    """Two layers with the same parameter. The width is that of the inputs."""
+
+    def make_model(self, width):
+        first, *rest = super().make_model(width)
+        second = nn.Linear(WIDTH, width)
+        second.weight = first.weight
+        return nn.Sequential(first, nn.ReLU(), second, *rest)
+
+
+class CompiledModel(Training):
+    def __init__(self, arguments):
+        super().__init__(arguments)
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{arguments.folder}/compiled{self.rank}")
+        torch._inductor.config.compile_threads = 1
+        self.ddp = torch.compile(self.ddp)
+
+
+class Positioned(Training):
+    """A data loader with a state: the numbers of the samples of the epoch, and the position in them."""
+
+    def __init__(self, arguments):
+        super().__init__(arguments)
+        self.order, self.at = [], 0
+
+    def kept(self):
+        return {**super().kept(), "loader": self}
+
+    def state_dict(self):
+        return {"order": [*self.order], "at": self.at}
+
+    def load_state_dict(self, state):
+        self.order, self.at = [*state["order"]], state["at"]
+
+    def inputs(self):
+        if self.at == len(self.order):
+            self.order, self.at = torch.randperm(11).tolist(), 0
+        self.at += 1
+        return Rows()[self.order[self.at - 1]]
+
+
 class Compiled(Training):
     """A training whose optimizer is compiled, so that torch's hooks do not report the steps."""
 
@@ -257,7 +326,12 @@ class Loaded(Training):
 VARIANTS = {
     "adamw": Training,
     "fused": Fused,
+    "foreach": Foreach,
+    "autocast": Autocast,
+    "average": Average,
+    "tied": Tied,
     "compiled": Compiled,
+    "compiled-model": CompiledModel,
     "momentum": Momentum,
     "closure": Closure,
     "two-optimizers": TwoOptimizers,
@@ -266,6 +340,7 @@ VARIANTS = {
     "scaled": Scaled,
     "fsdp": FullySharded,
     "loaded": Loaded,
+    "positioned": Positioned,
 }
 
 
