@@ -213,6 +213,7 @@ class HealthObserver(Observer):
         was_stopped = error is None and result.phase is Phase.STOPPED
         self._outcome = "succeeded" if has_succeeded else "stopped" if was_stopped else "failed"
         self._enter_state("SUCCEEDED" if has_succeeded else "FAILED")
+        self._native.watch_steps([])  # Otherwise, the kernel would keep the files until this process ends.
         self._server.stop()
 
     def _was_hung(self, seconds: float) -> None:
@@ -236,7 +237,6 @@ class HealthObserver(Observer):
         if failed is not None and failed.first_failure is not None:
             self._native.recovered((self._attempt.stamps["started"] - failed.failed_ns) / 1e9)
         self._native.enter("productive")
-        self._show_steps(self._attempt)
         if self._job.on_failure != "replace":
             # With `--on-failure replace`, the workers' rendezvous assigns the ranks.
             first = self._attempt.plan.ranks[0]
@@ -245,12 +245,11 @@ class HealthObserver(Observer):
         self._state = "HEALTHY"
         self._publish(self._workers_now(self._attempt))
 
-    def _show_steps(self, attempt: Attempt) -> None:
-        """Let the server read the workers' training steps from their files, for the metrics."""
+    def memory_opened(self, fds: Sequence[int]) -> None:
         if not self._native.port:
             return  # The server has no metrics.
         try:
-            self._native.watch_steps([] if attempt.keep_files is None else attempt.keep_files.memory.fds)
+            self._native.watch_steps(list(fds))
         except OSError as error:
             self._say(f"/metrics lacks the steps of the workers: {error}")
 

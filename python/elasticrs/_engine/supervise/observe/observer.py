@@ -102,6 +102,11 @@ class Observer:
     def paused(self) -> None:
         """Handle that a worker was paused by a signal such as SIGSTOP, or that it was continued."""
 
+    def memory_opened(self, fds: Sequence[int]) -> None:
+        """Handle that the workers write their training steps into files in memory, given by their descriptors
+        in the order of the local ranks. Called once for each job, soon after the first start of its workers.
+        """
+
     def training(self, standings: Sequence[Standing]) -> None:
         """Handle what the workers have reported through ``elasticrs.train``. Called every few seconds."""
 

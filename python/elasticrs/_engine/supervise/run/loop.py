@@ -537,6 +537,7 @@ class Agent:
 
             self._keeping = Keeping(self._job, self._memory, self._console.say)
             self._duties.append(partial(self._look_for_agreement, self._keeping))
+            self._tracker.observers.memory_opened(self._memory.fds)
         attempt.kept = self._keeping.begin(action.round, attempt.plan, self._decisions.read_history())
         attempt.keep_files = self._keeping.files
 
