@@ -262,7 +262,8 @@ fn render_heartbeats(page: &mut Page, heartbeats: &[Heartbeat], workers: &[Worke
     }
 }
 
-/// Renders the last step of each worker, chosen like `progress` in the status.
+/// Renders the last training step of each worker: that of `elasticrs.Keep`, otherwise that of the last heartbeat,
+/// otherwise the number of optimizer steps. The status chooses in the same order.
 fn render_steps(page: &mut Page, moment: &Moment<'_>) {
     let name = "elasticrs_worker_step";
     page.family(name, "gauge", "The last training step of the worker.");

@@ -6,7 +6,7 @@ use std::fs::File;
 use std::os::unix::fs::FileExt as _;
 
 const WORD: usize = 8;
-/// Words at the start of a file that are read.
+/// Number of 8-byte words that are read from the start of each file.
 const WORDS: usize = 80;
 /// Pid of the process that uses `elasticrs.Keep`.
 const KEEP_PID: usize = 2;
@@ -18,7 +18,7 @@ const RESTORED: usize = 22;
 const OWNER: usize = 72;
 /// Number of optimizer steps since the start of the worker.
 const STEPS: usize = 73;
-/// Highest step that counts. Workers can write anything into their files.
+/// Higher numbers are ignored, because they are no steps: workers can write anything into their files.
 const MAX_STEP: u64 = 1 << 62;
 
 /// Last training step of a worker.

@@ -36,7 +36,7 @@ pub unsafe fn copy_and_sum(blocks: &[Block]) -> u64 {
         let whole = block.length / LINE * LINE;
         for at in (0..whole).step_by(LINE) {
             let source = ptr::with_exposed_provenance::<Line>(block.source + at);
-            // SAFETY: the caller guarantees that the block's source is readable. All bytes are valid numbers.
+            // SAFETY: the caller guarantees that the source is readable. An array of numbers may have any bytes.
             let line = unsafe { source.read_unaligned() };
             add(&mut sums, &line);
             // SAFETY: the caller guarantees that the block's target is writable. The target is a multiple of 64.
@@ -44,7 +44,8 @@ pub unsafe fn copy_and_sum(blocks: &[Block]) -> u64 {
         }
         let mut line = Line::default();
         let rest = line.as_mut_ptr().cast::<u8>();
-        // SAFETY: less than a line is left of the block. The caller guarantees source and target, as above.
+        // SAFETY: fewer than 64 bytes are left, so they fit into `line`. The caller guarantees that the source is
+        // readable, and the target writable.
         unsafe {
             rest.copy_from(ptr::with_exposed_provenance(block.source + whole), block.length - whole);
             rest.copy_to(ptr::with_exposed_provenance_mut(block.target + whole), block.length - whole);
@@ -75,11 +76,11 @@ fn add(sums: &mut Line, line: &Line) {
 unsafe fn store(address: usize, line: &Line) {
     use std::arch::x86_64::{__m128i, _mm_stream_si128};
 
-    // SAFETY: both types have the same size, and all bytes are valid numbers.
+    // SAFETY: both types have 64 bytes, and any bytes are valid for both.
     let parts: [__m128i; LINE / size_of::<__m128i>()] = unsafe { std::mem::transmute(*line) };
     let target = ptr::with_exposed_provenance_mut::<__m128i>(address);
     for (number, part) in parts.into_iter().enumerate() {
-        // SAFETY: the line has room for all parts. The caller guarantees the target.
+        // SAFETY: the caller guarantees that 64 bytes are writable at this address; the four parts have 64 bytes.
         unsafe { _mm_stream_si128(target.add(number), part) };
     }
 }
@@ -109,7 +110,8 @@ mod tests {
                 let (mut target, from) = (Aligned([7; 1024]), &source[skipped..]);
                 let to = target.0.as_mut_ptr().expose_provenance();
                 let block = |at| Block { source: from.as_ptr().expose_provenance(), target: to + at, length };
-                // SAFETY: the two targets lie within `target`, 448 bytes apart, and both sources within `source`.
+                // SAFETY: each block writes at most 333 bytes, at 64 and at 512 of the 1,024 bytes of `target`, and reads
+                // from `source`.
                 let sum = unsafe { copy_and_sum(&[block(64), block(512)]) };
                 let mut expected = [7; 1024];
                 for at in [64, 512] {
@@ -131,7 +133,7 @@ mod tests {
     fn a_target_that_is_not_aligned_is_refused() {
         let mut target = Aligned([0; 1024]);
         let to = target.0.as_mut_ptr().expose_provenance();
-        // SAFETY: source and target lie within `target`, and do not overlap.
+        // SAFETY: the block reads the bytes from 512 to 575 of `target`, and writes those from 8 to 71.
         unsafe { copy_and_sum(&[Block { source: to + 512, target: to + 8, length: 64 }]) };
     }
 }

@@ -132,7 +132,9 @@ class Pauses:
         self._due = now() + seconds
 
     def look(self) -> None:
-        """Compare the time with the end of the wait. Called when the loop has continued."""
+        """Note a pause of this agent if the loop's last wait ended much later than it should have. The loop
+        calls this after each wait.
+        """
         late = now() - self._due if self._due else 0.0
         if late > _PAUSE:
             self._ended, self._seconds = now(), late
@@ -256,8 +258,8 @@ class Driver:
         return 0 if self._member is None else others_running(self._member)
 
     def waits_for(self) -> str | None:
-        """Return what has to happen before workers are started, and for how long this agent waits for it, if
-        a timer limits that; see :func:`.formation.waits_for`.
+        """Return a text about what this node waits for before it starts its workers. If a timer limits the
+        wait, the text contains the time that is left. See :func:`.formation.waits_for`.
         """
         found = None if self._member is None else waits_for(self._member)
         if found is None:

@@ -402,8 +402,9 @@ def _sources(
         # Ranks with the same part must have equal copies. If the copies differ, do not use them here.
         if len({(kept[each].attempt, kept[each].layout, kept[each].digest) for each in holders}) == 1:
             takes[rank] = holders[0]
-    # With another number of ranks, the parts are others, unless they are replicated, as with HSDP. Then the
-    # restoring rank compares the place of each part.
+    # If the number of ranks has changed, each rank has another part of the state than before, so do not
+    # restore the old parts. If several ranks had each part, as with HSDP, a rank may still have the same
+    # part: when it restores, it compares the position of its part in the whole state.
     is_same_part = world == ranks or all(found[each].twins is not None for each in takes.values())
     if takes.keys() == set(range(world)) >= found.keys() and is_same_part:
         return {rank: _place(takes[rank], kept[takes[rank]]) for rank in range(world)}, ""

@@ -343,7 +343,7 @@ class Copier:
             try:
                 answer = self._try_copy(Why.PERIODIC, 0)
             finally:
-                # The program may change its tensors again.
+                # Let the training continue: nothing reads its tensors any more.
                 self._is_copied.set()
             if boundary is not None:
                 self._note_copy(boundary, is_kept=answer == Answer.KEPT)

@@ -416,7 +416,8 @@ class Keeper:
             kept.check()
         except (restore.DamagedError, OffError) as error:
             text = f"rank {large['rank']}'s copy of step {step} cannot be restored: {error}"
-            # Other copies may be damaged, too. Let the next attempt not begin with one of these.
+            # Check all other copies of this node now, and delete the damaged ones. Otherwise, the next
+            # attempt could choose a damaged copy again.
             saved = (plan["home"], large["file"]) if "home" in plan else ()
             steps = restore.drop_damaged((*plan["files"], *plan.get("partner_files", ()), *saved))
             if steps:

@@ -75,7 +75,9 @@ class _Remote(Kept):
         self._entry_of = {id(self._tensors[entry[0]]): entry for entry in self.entries}
 
     def tensors(self) -> dict[Path, torch.Tensor]:
-        """Return the copy's tensors by their paths, without data."""
+        """Return tensors with the types and shapes of those in the copy, by their paths. They have no memory:
+        the data is still on the other node.
+        """
         return self._tensors
 
     def check(self) -> None:

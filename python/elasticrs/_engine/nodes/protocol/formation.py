@@ -133,9 +133,9 @@ def _who_has_joined(leader: Leader) -> str:
 
 
 def waits_for(member: Member) -> tuple[str, str] | None:
-    """Return what has to happen before this node's workers are started, and the name of the timer that limits
-    the wait. Return ``None`` if the job runs, has ended, or is being left. Only the leader knows which nodes
-    are missing.
+    """Return a text about what this node waits for before it starts its workers, and the name of the timer
+    that limits the wait. Return ``None`` if this node does not wait: its workers run, the job has ended, or
+    the node is leaving. Only the leader's text says how many nodes are missing.
     """
     joining, head, leader = member.joining, member.head, member.leader
     if member.phase is Phase.CONNECTING:

@@ -671,7 +671,8 @@ def _close_job(member: Member, reason: str) -> None:
     if leaving.closing is not None:
         return
     if leaving.outcome is not None and leaving.outcome.kind == "left":
-        # Do not exit when the farewell is known: the store may first reject the write that closes the job.
+        # This node has written that it leaves. It must not exit as soon as the store has recorded that,
+        # because the store may reject the first attempt to close the job.
         leaving.outcome, leaving.is_overdue = None, False
     leaving.closing = reason
     member.arm("leave", member.settings.close_timeout)
