@@ -101,8 +101,9 @@ class Parts:
 
     def _present_forms(self) -> list[list[object]]:
         # Compare the number of elements and the strides instead of the shape, because reading all shapes
-        # takes longer than reading these three values.
-        methods = attrgetter("dtype"), torch.Tensor.numel, torch.Tensor.stride
+        # takes longer than reading these values.
+        facts = torch.Tensor.is_conj, torch.Tensor.is_neg, torch.Tensor.numel, torch.Tensor.stride
+        methods = attrgetter("dtype"), attrgetter("device"), *facts
         return [list(map(method, self.tensors)) for method in methods]
 
     def changed(self, versions: list[int]) -> Path | None:
@@ -259,7 +260,8 @@ class Collector:
         self._seen = list(self._watched())
         skeletons, large, of_optimizers = before
         is_same = _are_same(self._large, large) and _are_same(self._of_optimizers, of_optimizers)
-        return is_same and self._skeletons == skeletons
+        # Otherwise, a value that the program changes in place, such as a set, is the same object in both.
+        return is_same and all(are_cacheable) and self._skeletons == skeletons
 
     def _watched(self) -> Iterator[Any]:
         """Iterate over the tensors of modules and optimizers, and over an object that marks the end."""
