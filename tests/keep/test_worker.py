@@ -34,7 +34,7 @@ def picture():
     import hashlib
     found = hashlib.sha256()
     for each in (*net.state_dict().values(), *(v for s in optimizer.state.values() for v in s.values())):
-        found.update(each.numpy().tobytes())
+        found.update(each.resolve_neg().numpy().tobytes())
     more = [scheduler.last_epoch, optimizer.param_groups[0]["lr"], torch.rand(1).item(), random.random()]
     return [found.hexdigest(), *more, np.random.rand(), keep.values.get("seen")]
 """
@@ -639,6 +639,7 @@ REPLACED = {
     "place in the memory": "net[0].weight.data = torch.rand(40200)[100:40100].view(200, 200)",
     "order of the numbers": "net[0].weight.data = torch.rand(200, 200).t()",
     "numbers with gaps": "net[0].weight.data = torch.rand(200, 400)[:, ::2]",
+    "sign": "net[0].weight.data = torch._neg_view(torch.rand(200, 200))",
     "type": "net.double(); optimizer.load_state_dict(optimizer.state_dict())",
     "size": "net[2].weight.data, net[2].bias.data = torch.rand(3, 200), torch.rand(3)",
     "parameters": "net.load_state_dict({k: v + 1 for k, v in net.state_dict().items()}, assign=True)",
@@ -646,6 +647,45 @@ REPLACED = {
     "one tensor of the optimizer": "optimizer.state[net[0].weight]['exp_avg'] = torch.rand(200, 200)",
 }
 """What a program replaces between two copies, in a change of its state."""
+
+
+EXTRA = """
+class WithExtraState(torch.nn.Linear):
+    seen = set()
+    def get_extra_state(self): return self.seen
+    def set_extra_state(self, state): self.seen = state
+net = WithExtraState(3, 1)
+keep = Keep(net=net, replicated=True)
+"""
+
+
+def test_a_value_that_the_program_changes_in_place_is_kept_as_it_is_now(agent):
+    agent.begin()
+    with agent.worker(preamble=EXTRA) as worker:
+        for step in (1, 2, 3):
+            worker.run(f"keep.before_change(); net.seen.add({step}); keep.step({step})")
+        assert agent.order(agent.joined()) == Answer.KEPT
+        assert worker.kill()[1] == ""
+    agent.begin(step=3)
+    with agent.worker(preamble=EXTRA) as worker:
+        assert worker.run("keep.restore()") == 3
+        assert worker.run("sorted(net.seen)") == [1, 2, 3]
+        worker.kill()
+
+
+def test_a_tensor_that_moves_to_a_device_without_memory_turns_keep_off_and_harms_no_worker(agent):
+    agent.begin()
+    with agent.worker(preamble=model(replicated=True)) as worker:
+        worker.run("train(1)")
+        name = agent.joined()
+        assert agent.order(name) == Answer.KEPT
+        moved = "torch.nn.Parameter(torch.empty(200, 200, device='meta'))"
+        worker.run(f"keep.before_change(); torch.utils.swap_tensors(net[0].weight, {moved}); keep.step(2)")
+        agent.send(name)
+        assert agent.notice() == ["keep", "left"]
+        assert worker.run("net[0].weight.device.type") == "meta"
+        assert "net.0.weight" in worker.kill()[1]
+    assert step_of(agent) == 1
 
 
 @pytest.mark.parametrize("what", REPLACED)

@@ -79,11 +79,13 @@ class _Target:
         """By device, the views to copy into, and those tensors of which torch makes the copies."""
         for tensor, offset in zip(parts.tensors, parts.offsets, strict=True):
             size, strides = tensor.numel() * tensor.element_size(), trees.strides_of(tensor)
+            if not size:
+                continue
             if trees.is_in_one_piece(tensor):
                 self._sources.append(tensor)
                 self._addresses.append(self.data.data_ptr() + offset)
                 self._sizes.append(size)
-            elif size:
+            else:
                 targets, sources = self._pairs.setdefault(tensor.device, ([], []))
                 facts = trees.dtype_name(tensor.dtype), tuple(tensor.shape), strides
                 targets.append(trees.lay_out(self.data[offset : offset + size], *facts))
@@ -97,15 +99,17 @@ class _Target:
         """Copy all tensors. Return the checksum of the copy.
 
         Raises:
-            ValueError: the program has shrunk the memory of a tensor.
+            ValueError: the program has shrunk the memory of a tensor, or is replacing it at this moment.
         """
         # Look up the addresses for each copy, because the program may have given a tensor another memory.
         # Hold that memory during the copy, so that it is not freed if the program does so again.
         storages = list(map(torch.Tensor.untyped_storage, self._sources))
         begins = list(map(torch.Tensor.data_ptr, self._sources))
-        limits = map(add, map(torch.UntypedStorage.data_ptr, storages), map(len, storages))
-        if not all(map(le, map(add, begins, self._sizes), limits)):
-            raise ValueError("the memory of a tensor is smaller than the tensor")
+        starts = list(map(torch.UntypedStorage.data_ptr, storages))
+        ends = map(add, starts, map(len, storages))
+        # Check both ends, because another thread may give a tensor another memory between the two look-ups.
+        if not all(map(le, starts, begins)) or not all(map(le, map(add, begins, self._sizes), ends)):
+            raise ValueError("the memory of a tensor is smaller than the tensor, or has just been replaced")
         # Copy all tensors in one call, which releases the GIL. A loop in Python would take the GIL for each
         # tensor, and slow down the training.
         digest = copy_and_sum(begins, self._addresses, self._sizes)
