@@ -6,10 +6,12 @@ import signal
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
 
 import pytest
 from helpers import procs
 from helpers.launcher import launcher_with
+from helpers.procs import wait_until
 
 TALKATIVE = """
     import os, signal
@@ -200,7 +202,7 @@ def test_sigusr1_and_sigusr2_are_forwarded_and_the_job_continues(running, how):
 def test_sigusr1_is_held_until_the_worker_has_a_handler(running, tmp_path):
     gate = tmp_path / "gate"
     os.mkfifo(gate)
-    launched, _ = running(
+    launched, pids = running(
         PASSES_ON.replace(
             "signal.pthread_sigmask",
             f"""if os.environ["RANK"] == "1":
@@ -208,6 +210,11 @@ def test_sigusr1_is_held_until_the_worker_has_a_handler(running, tmp_path):
         open({str(gate)!r}).close()
     signal.pthread_sigmask""",
         )
+    )
+    # While a worker enters `sigwait`, the kernel lists the signal neither as blocked nor as awaited.
+    wait_until(
+        lambda: [Path(f"/proc/{pid}/wchan").read_text() for pid in pids],
+        lambda places: sum(place.startswith("do_sigtimedwait") for place in places) == N - 1,
     )
     launched.signal(signal.SIGUSR1)
     launched.wait_for_line("SIGUSR1 .*local rank 1 ", "stderr")
