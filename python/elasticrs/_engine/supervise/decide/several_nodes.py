@@ -223,7 +223,7 @@ class SeveralNodes(Decisions):
         name = phrases.signal_name(signum)
         reason, ends_the_job = name, True
         if ends_job:
-            what, reason = "the job ends", f"elasticctl stop on node {node_name()}"
+            what, reason = "the job ends", f"elasticctl {event.order} on node {node_name()}"
         elif ends_job is None and self._rendezvous.settings.drain == "job":
             what, reason = "the job ends (drain=job)", f"{name} to node {node_name()} (drain=job)"
         elif self.hosts_store:
