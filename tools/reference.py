@@ -213,7 +213,7 @@ def entry(option: Option) -> str:
         facts.append("only in torch's source code so far" if option.name in NEWER else "not in torchrun")
     elif more.torchrun:
         facts.append(f"torchrun: {more.torchrun}")
-    facts.append(f"since {option.since}")
+    facts += [f"since {option.since}"] if option.since else []
     text = re.sub(r"(?<![\w`-])(--help \w+|--[a-z-]+)", r"`\1`", option.help)
     text = re.sub(r"(\$\{\w+\})", r"`\1`", text)
     sentences = f"{text[0].upper()}{text[1:]}." if text[0].islower() else f"{text}."

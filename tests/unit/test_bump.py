@@ -49,6 +49,6 @@ def test_a_bump_sets_the_first_version_of_new_options(tmp_path):
     assert texts[page] == "`--new` · not in torchrun · since 9.8.7\n"
 
 
-def test_a_new_option_is_not_one_of_the_first_version():
+def test_a_new_option_is_not_one_of_the_first_release():
     options = [option for group in SECTIONS.values() for option in group]
-    assert sum(option.since == "0.1.0" for option in options) == 67
+    assert sum(not option.since for option in options) == 67

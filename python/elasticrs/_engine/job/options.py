@@ -57,7 +57,8 @@ class Option(Value):
         has_variable: true if ``PET_<NAME>`` also sets the option.
         typed: default as text, if torchrun stores the value of this option as text.
         repeats: true if the option may be repeated. Its value is a tuple.
-        since: first version with the option, or ``unreleased``, which ``tools/bump.py`` replaces.
+        since: first version with the option, or ``unreleased``, which ``tools/bump.py`` replaces. Empty if
+            the option is in every release.
     """
 
     name: str
@@ -70,7 +71,7 @@ class Option(Value):
     has_variable: bool = True
     typed: str | None = None
     repeats: bool = False
-    since: str = "0.1.0"
+    since: str = ""
 
     @property
     def dest(self) -> str:
