@@ -30,7 +30,7 @@ from helpers.torch_programs import TorchPrograms
 
 __all__ = ["formed", "golden", "host_program", "hosts", "impair", "multinode", "network", "no_leaks"]
 
-pytest_plugins = ["pytester", "helpers.elasticctl", "helpers.etcd_fixtures"]
+pytest_plugins = ["pytester", "helpers.browser", "helpers.elasticctl", "helpers.etcd_fixtures"]
 
 # Use the same examples in every run, because a change must not be rejected by chance. The nightly runs use
 # new ones.

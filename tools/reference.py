@@ -40,7 +40,7 @@ MORE = {
         "3/1h",
         "[Budgets and delays](failures.md#budgets-and-delays)",
         "counted by each node separately",
-        "more restarts, number of restarts",
+        "more restarts, number of restarts, retry, retries, number of retries, max retries",
     ),
     "restart-delay": More("1s..5m", "[Budgets and delays](failures.md#budgets-and-delays)"),
     "max-same-failures": More("5", "[What counts as equal](failures.md#progress)"),

@@ -1,41 +1,58 @@
-// Ranks the results of a search, says which section each of them leads to, and shows the text there. Sphinx's own excerpts
-// need a web server, and are missing for entries of the index. TEXTS has the ids, the title and the text of each section.
+// Searches the sections of all pages, and shows the text of each result. Sphinx's own search finds only pages that contain all
+// words of a question, and its excerpts need a web server. TEXTS has the ids, the title and the text of each section.
 document.addEventListener("DOMContentLoaded", () => {
-  const query = (new URLSearchParams(location.search).get("q") || "").toLowerCase();
-  const terms = query.split(/[^\p{L}\p{N}_]+/u).filter((term) => term && !stopwords.has(term));
-  const stems = terms.map((term) => term.replace(/(?<=...)(?:es|s|ed|ing)$/, ""));
-  const count = (text, words = stems) => words.filter((word) => text.toLowerCase().includes(word)).length;
-  // The title of the page is about all of its sections, so its words do not say which section is the best one.
-  function best(sections) {
-    const words = stems.filter((stem) => !count(sections[0][1], [stem]));
-    const value = ([, title, text]) => 3 * count(title, words) + count(text, words);
-    return sections.reduce((one, other) => (value(other) > value(one) ? other : one));
-  }
+  const stemOf = (word) => word.replace(/(?<=...)(?:ies|y|es|s|ed|ing)$/, "");
+  const stemsOf = (text) => splitQuery(text.toLowerCase()).filter((word) => !stopwords.has(word)).map(stemOf);
+  const stems = stemsOf(new URLSearchParams(location.search).get("q") || "");
+  const starts = new Map(stems.map((stem) => [stem, new RegExp(`(?<![\\p{L}\\p{N}])${stem}`, "iu")]));
+  const found = (text) => stems.filter((stem) => starts.get(stem).test(text));
+  const sections = Object.entries(TEXTS).flatMap(([page, all]) => all.map((section) => [page, section]));
+  // A word in few sections says more about the question than a word in many.
+  const weights = new Map(stems.map((stem) => {
+    const count = sections.filter(([, [, title, text]]) => starts.get(stem).test(`${title} ${text}`)).length;
+    return [stem, Math.log((sections.length + 1) / (count + 1))];
+  }));
+  const weigh = (words) => words.reduce((sum, stem) => sum + (weights.get(stem) || 0), 0);
   // Pages for those who change elasticrs or compare it come last.
   const last = /^(?:docs\/(?:api|design|architecture|benchmarks|comparison|compatibility|development)|[A-Z]+$)/;
-  function textScore(page) {
-    const [, title, text] = best(TEXTS[page]);
-    const titles = `${TEXTS[page][0][1]} ${title}`;
-    // An option comes before other sections that have all words only in their text.
-    const isOption = page === "docs/options" && count(`${title} ${text}`) === stems.length;
-    return 3 * count(titles) + count(text) + (isOption ? 2 : 0);
-  }
-  Scorer.score = ([page, , , , score, , kind]) => (kind === "text" ? textScore(page) : score) - (last.test(page) ? 12 : 0);
+  Scorer.score = (result) => result[4] * (last.test(result[0]) ? 0.4 : 1);
+
+  // Replace the search for pages. Search the sections, and show the best one of each page. A question that contains all words of an
+  // entry of the index is probably about the section of that entry.
+  Search.performTermsSearch = () => {
+    const named = new Map();
+    for (const [entry, places] of Object.entries(Search._index.indexentries)) {
+      const words = stemsOf(entry);
+      if (!words.length || !words.every((word) => stems.includes(word))) continue;
+      for (const [file, id] of places) {
+        const key = `${Search._index.docnames[file]}#${id}`;
+        named.set(key, Math.max(weigh(words), named.get(key) || 0));
+      }
+    }
+    const best = new Map();
+    for (const [page, [ids, title, text]] of sections) {
+      const entries = Math.max(0, ...ids.map((id) => named.get(`${page}#${id}`) || 0));
+      const score = 3 * weigh(found(`${TEXTS[page][0][1]} ${title}`)) + weigh(found(text)) + 4 * entries;
+      if (score > (best.get(page)?.[4] || 0)) best.set(page, [page, title, `#${ids[0]}`, null, score, page, SearchResultKind.text]);
+    }
+    const results = [...best.values()];
+    const highest = Math.max(...results.map(Scorer.score));
+    return results.filter((result) => Scorer.score(result) >= highest / 4);
+  };
 
   const shown = new Set();
   function describe(result) {
     const link = result.querySelector("a");
     const [page, anchor] = link.getAttribute("href").split(".html");
-    const sections = TEXTS[page];
-    const section = anchor ? sections.find(([ids]) => ids.includes(anchor.slice(1))) : best(sections);
+    const section = anchor ? TEXTS[page]?.find(([ids]) => ids.includes(anchor.slice(1))) : TEXTS[page]?.[0];
     if (!section) return; // The result is a name in the API reference, which has a description.
     const [[id], title, text] = section;
     if (shown.has(page + id)) return result.remove();
     shown.add(page + id);
-    if (!anchor && section !== sections[0]) link.href += `#${id}`;
-    link.textContent = section === sections[0] ? title : `${sections[0][1]} › ${title}`;
-    const places = stems.map((stem) => text.toLowerCase().indexOf(stem)).filter((place) => place > 120);
-    const start = count(text.slice(0, 240)) || !places.length ? 0 : Math.min(...places) - 80;
+    const pageTitle = TEXTS[page][0][1];
+    link.textContent = section === TEXTS[page][0] ? title : `${pageTitle} › ${title}`;
+    const places = stems.map((stem) => text.search(starts.get(stem))).filter((place) => place > 120);
+    const start = found(text.slice(0, 240)).length || !places.length ? 0 : Math.min(...places) - 80;
     const excerpt = document.createElement("p");
     excerpt.className = "context";
     excerpt.textContent = (start ? "… " : "") + text.slice(start, start + 240) + (start + 240 < text.length ? " …" : "");

@@ -6,18 +6,16 @@ import http.client
 import json
 import os
 import re
-import runpy
 import select
 import signal
 import socket
 import threading
 import time
 from contextlib import closing, suppress
-from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from helpers import procs
+from helpers.browser import in_browser
 from helpers.http_client import get, port_of
 from helpers.nodes import meeting
 from helpers.procs import wait_until
@@ -355,27 +353,7 @@ def test_a_page_stays_open_over_fifty_restarts(launch, worker_script, listen):
 
 # --- in a browser ---
 
-EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
-BROWSER = SimpleNamespace(**runpy.run_path(str(EXAMPLES / "browser.py")))
-in_browser = pytest.mark.skipif(
-    BROWSER.find_browser() is None, reason="needs a browser (Debian: apt-get install chromium)"
-)
 LOOKS = [("light", 1120), ("dark", 1120), ("phone", 500)]
-
-
-@pytest.fixture
-def browser():
-    with closing(BROWSER.Browser(BROWSER.find_browser())) as browser:
-        yield browser
-    # Wait for the processes that the browser has started and left, because the test process adopts them.
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(FileNotFoundError, ProcessLookupError):
-            name, _, rest = path.read_text().partition("(")[2].rpartition(")")
-            if name.startswith("chrom") and int(rest.split()[1]) == os.getpid():
-                pidfd = os.pidfd_open(int(path.parent.name))
-                procs.wait_readable(pidfd, procs.HANG)
-                procs.reap(pidfd)
-                os.close(pidfd)
 
 
 def look(browser, port, words, folder, name):

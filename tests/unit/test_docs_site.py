@@ -5,9 +5,12 @@ API reference describes every public name.
 import json
 import re
 from pathlib import Path
+from urllib.parse import urlencode
 
 import pytest
-from tools.docs import problems, unfound, without_excerpt
+from helpers import procs
+from helpers.browser import in_browser
+from tools.docs import build, problems, unfound, without_excerpt
 
 from elasticrs.rendezvous import TORCHS
 
@@ -121,3 +124,34 @@ def test_an_entry_of_the_index_needs_a_section_with_a_text(tmp_path):
     texts = {"options": [[["keep", "index-0"], "--keep", "Goes on."], [["index-1"], "Resume", ""]]}
     (tmp_path / "_static/texts.js").write_text(f"const TEXTS = {json.dumps(texts)};")
     assert list(without_excerpt(tmp_path)) == ["a search for resume shows no excerpt"]
+
+
+QUESTIONS = {
+    "which option retries only n times": "docs/options.html#max-restarts",
+    "what does exit code 93 mean": "docs/failures.html#exit-codes",
+    "which rank failed and why, and in which file": "docs/failures.html#the-report",
+    "how do I stop without losing a step": "docs/keep.html#go-on-in-the-next-job",
+    "how do I find a hang before the limit": "docs/operating.html#how-do-i-see-the-stacks-of-all-ranks",
+    "how do I keep the state without a checkpoint": "docs/keep.html#when-to-use-it",
+    "what changes from torchrun": "docs/switch.html#moving-from-torchrun",
+    "run on several nodes with Slurm": "docs/schedulers.html#slurm",
+    "which metric counts restarts": "docs/metrics.html#elasticrs-restarts-total",
+    "give an environment variable to workers": "docs/variables.html#set-for-workers",
+    "what does PET_NNODES do": "docs/options.html#nnodes",
+}
+"""For each question of a newcomer, the section that the search has to show first."""
+
+
+@pytest.mark.slow
+@in_browser
+def test_a_search_for_a_question_shows_its_answer_first(browser, tmp_path):
+    site = tmp_path / "site"
+    assert build(site) == 0
+    first = "document.querySelector('#search-results .context')?.parentElement.querySelector('a').href"
+    found = {}
+    for question in QUESTIONS:
+        browser.open(f"{(site / 'search.html').as_uri()}?{urlencode({'q': question})}")
+        browser.wait_for("Search Results", procs.HANG)
+        found[question] = browser.evaluate(first).removeprefix(f"{site.as_uri()}/")
+    assert found == QUESTIONS
+    assert browser.complaints == []
