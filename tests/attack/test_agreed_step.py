@@ -15,16 +15,16 @@ from helpers.said import says
 
 from elasticrs import ctl
 
+REQUESTS = int(os.environ.get("ELASTICRS_TEST_REQUESTS", "30"))
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.torch,
     pytest.mark.beyond_torchrun,
-    pytest.mark.timeout(600),
+    pytest.mark.timeout(600 + 20 * REQUESTS),
 ]
 
 PROGRAM = Path(__file__).parents[1] / "workers" / "agreed_training.py"
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-REQUESTS = int(os.environ.get("ELASTICRS_TEST_REQUESTS", "30"))
 STOPS = REQUESTS // 10
 RESTARTS = REQUESTS // 6
 LOOPS = ["plain", "accumulation", "gan", "scaled", "compiled", "compiled_first", "own"]
@@ -162,28 +162,35 @@ def test_ranks_of_several_nodes_save_and_stop_if_both_signals_come_at_once(nodes
         assert [len(set(acts_of(agents, count))) for count in (1, 2)] == [1, 1]
 
 
-@pytest.mark.parametrize("handler", ["save", "flag"])
-def test_a_training_that_was_stopped_and_resumed_ends_as_without_the_stop(job, tmp_path, handler):
-    (tmp_path / "calm").mkdir()
-    calm = job("plain", handler, tmp_path / "calm")
-    calm.exits(0)
-    want = {match[2] for match in calm.wait_for_lines(r"END (\d) (\w+)", 2)}
-    assert len(want) == 1
-    moments = random.Random(7)
+@pytest.mark.parametrize(("handler", "ranks"), [("save", 2), ("save", 4), ("save", 8), ("flag", 2)])
+def test_a_training_that_is_stopped_and_resumed_again_and_again_ends_as_without_the_stops(
+    launch, tmp_path, handler, ranks
+):
+    environment = {**ENVIRONMENT, "STEPS": str(60 * STOPS)}
+
+    def start(folder):
+        (tmp_path / folder).mkdir(exist_ok=True)
+        options = (f"--nproc-per-node={ranks}", "--shutdown-timeout=12", "--warm=torch,torch._dynamo")
+        return launch(*options, PROGRAM, "plain", handler, tmp_path / folder, env=environment)
+
+    moments, ends = random.Random(7), []
     for number in range(STOPS):
-        folder = tmp_path / str(number)
-        folder.mkdir()
-        stopped = job("plain", handler, folder)
+        stopped = start("stopped")
+        stopped.wait_for_lines(r"BEGUN \d+", ranks)
         stopped.read_for(moments.uniform(0, 0.1))
         stopped.signal(signal.SIGTERM)
-        # A rank that waited for another one in a barrier would be killed after --shutdown-timeout, 12 s.
-        assert stopped.exits(1)
-        ((first, second),) = acts(stopped, 2)
-        assert first == second
+        # A rank that waited for another one in a barrier would be killed after --shutdown-timeout.
+        stopped.exits(1)
         assert "killed" not in stopped.stderr
-        resumed = job("plain", handler, folder)
-        resumed.exits(0)
-        assert {match[2] for match in resumed.wait_for_lines(r"END (\d) (\w+)", 2)} == want
+        (states,) = acts(stopped, ranks)
+        assert len(set(states)) == 1
+        print("stop", number + 1, "of", ranks, "ranks at", *states[0], flush=True)
+    for folder in ("stopped", "calm"):
+        job = start(folder)
+        job.exits(0, timeout=30 + 10 * STOPS)
+        ends.append({match[2] for match in job.wait_for_lines(r"END (\d) (\w+)", ranks)})
+    assert ends[0] == ends[1]
+    assert len(ends[0]) == 1
     assert procs.children() == []
 
 

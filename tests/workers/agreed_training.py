@@ -73,7 +73,9 @@ class Training:
         self.steps = self.optimizers[0].step
         if LOOP.startswith("compiled"):
             self.steps = torch.compile(self.steps, backend="eager")
-        self.models = [DistributedDataParallel(net) for net in self.nets]
+        # Keep the buckets, which DistributedDataParallel usually changes after the first step. With more than
+        # two ranks, the change rounds sums in another way, so that a resumed training would differ.
+        self.models = [DistributedDataParallel(net, find_unused_parameters=True) for net in self.nets]
         self.jitter = random.Random(os.getpid())
 
     def parts(self):
