@@ -123,11 +123,26 @@ def test_signals_in_quick_succession_are_one_stop_request(running, second):
 
 
 @pytest.mark.beyond_torchrun
+def test_a_sigterm_that_a_wrapper_passes_on_late_leaves_the_workers_time_to_save(running):
+    argv = launcher_with("_engine.process.signals", RELAY=procs.HANG)
+    launched, _ = running(SAVES.replace("0.3)", "1)"), argv=argv)
+    launched.signal(signal.SIGTERM)
+    launched.wait_for_lines("SAVING", N)
+    launched.read_for(0.15)
+    launched.signal(signal.SIGTERM)
+    launched.wait_for_line("SIGTERM again after", "stderr")
+    launched.exits(1)
+    assert launched.stdout.count("SAVED") == N
+    assert launched.stdout.count("SAVING") == N
+
+
+@pytest.mark.beyond_torchrun
 @pytest.mark.parametrize(
     ("second", "saves"), [(signal.SIGHUP, True), (signal.SIGTERM, False), (signal.SIGQUIT, False)]
 )
 def test_a_later_sigterm_or_sigquit_ends_the_grace_period_but_sighup_does_not(running, second, saves):
-    launched, _ = running(SAVES.replace("0.3)", "3000)" if not saves else "0.5)"))
+    program = SAVES.replace("0.3)", "3000)" if not saves else "0.5)")
+    launched, _ = running(program, argv=launcher_with("_engine.process.signals", RELAY=0.1))
     launched.signal(signal.SIGTERM)
     launched.wait_for_lines("SAVING", N)
     launched.read_for(0.15)

@@ -3,8 +3,8 @@ others.
 
 Each host is a network namespace, so nodes have names and addresses of their own. The programs are those on
 PATH, or those that ``make setup`` has put into the environment. There is no authentication, no accounting and
-no control group, so nothing of the machine is touched. As with control groups, Slurm signals only the tasks
-themselves, because each worker has a process group of its own.
+no control group, so nothing of the machine is touched. Slurm signals the process group of each task. The
+workers do not get these signals, because each worker has a process group of its own.
 """
 
 import os

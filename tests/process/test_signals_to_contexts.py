@@ -159,10 +159,10 @@ def stop_and_close(context: PContext) -> None:
 
 
 @pytest.mark.parametrize(
-    ("echo", "answer", "exitcode"), [(0, "", -signal.SIGKILL), (1e9, "exit 7", 7)], ids=["again", "echo"]
+    ("relay", "answer", "exitcode"), [(0, "", -signal.SIGKILL), (1e9, "exit 7", 7)], ids=["again", "relay"]
 )
-def test_a_second_signal_raises_nothing_during_the_cleanup_of_the_first(monkeypatch, echo, answer, exitcode):
-    monkeypatch.setattr(signals, "ECHO", echo)
+def test_a_second_signal_raises_nothing_during_the_cleanup_of_the_first(monkeypatch, relay, answer, exitcode):
+    monkeypatch.setattr(signals, "RELAY", relay)
     reader, writer = os.pipe()
     # On SIGTERM, the worker sends this process the second signal, and then exits with code 7 or keeps
     # running.

@@ -4,6 +4,7 @@ import os
 import random
 import re
 import signal
+import sys
 from pathlib import Path
 
 import pytest
@@ -33,20 +34,67 @@ while True:
 """
 
 
+def install(folder, elasticrun):
+    for name, text in (("srun", SRUN), ("elasticrun", elasticrun)):
+        (folder / name).write_text(text, encoding="utf-8")
+        (folder / name).chmod(0o755)
+
+
 def test_a_signal_to_a_task_of_the_batch_script_reaches_its_agent(launch, tmp_path):
-    for name, text in (("srun", SRUN), ("elasticrun", ELASTICRUN)):
-        (tmp_path / name).write_text(text, encoding="utf-8")
-        (tmp_path / name).chmod(0o755)
+    install(tmp_path, ELASTICRUN)
     env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "1", "SLURM_JOB_NUM_NODES": "4"}
     job = launch(argv=["bash", str(SCRIPT)], env=env, cwd=tmp_path)
     task = int(job.wait_for_line(r"^TASK (\d+)$")[1])
-    # Slurm signals only the processes that it has started itself.
+    # With control groups, Slurm signals only the processes that it has started itself.
     for number, signum in enumerate((signal.SIGUSR1, signal.SIGUSR2, signal.SIGUSR1), 1):
         os.kill(task, signum)
         assert job.wait_for_lines(r"^GOT (\w+)$", number)[-1][1] == signum.name
     os.kill(task, signal.SIGTERM)
     job.exits(5)
     assert not list(tmp_path.glob("exit-code-*"))
+
+
+SLOW_TO_SAVE = f"""
+    import runpy, signal, sys, torch
+    from pathlib import Path
+
+    def save(*arguments, inner=torch.save):
+        while not Path("may-save").exists():
+            signal.sigtimedwait([], 0.01)
+        inner(*arguments)
+
+    torch.save = save
+    sys.argv = ["train.py", "plain", "save", "."]
+    runpy.run_path({str(WORKERS / "agreed_training.py")!r}, run_name="__main__")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.torch
+def test_a_sigterm_that_reaches_the_agent_twice_lets_its_workers_save(launch, worker_script, tmp_path):
+    elasticrun = f"""#!/bin/sh
+        exec env -u SLURM_JOB_ID -u SLURM_JOB_NUM_NODES OMP_NUM_THREADS=1 GLOO_SOCKET_IFNAME=lo \\
+            {sys.executable} -m elasticrs.launch --nproc-per-node=2 {worker_script(SLOW_TO_SAVE)}
+    """
+    install(tmp_path, elasticrun)
+    env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "1", "SLURM_JOB_NUM_NODES": "4"}
+    job = launch(argv=["bash", str(SCRIPT)], env={**env, "STEPS": "1000000"}, cwd=tmp_path)
+    job.wait_for_lines(r"^BEGUN \d$", 2)
+    (shell,) = [each.pid for each in job.descendants() if each.ppid == job.pid]
+    # Without control groups, Slurm signals the process group of the task. The shell passes the signal on when
+    # it gets a processor.
+    os.kill(shell, signal.SIGSTOP)
+    os.killpg(job.pid, signal.SIGTERM)
+    job.wait_for_lines(r"^ACTED \d \d+ end", 2)
+    job.read_for(0.15)
+    os.kill(shell, signal.SIGCONT)
+    job.wait_for_line("SIGTERM again after", "stderr")
+    (tmp_path / "may-save").touch()
+    job.exits(1)
+    acted = re.findall(r"^ACTED \d (\d+ end \w+)$", job.stdout, re.MULTILINE)
+    assert len(acted) == 2
+    assert len(set(acted)) == 1
+    assert (tmp_path / "checkpoint").exists()
 
 
 PLAIN = f"""

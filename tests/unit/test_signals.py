@@ -13,7 +13,7 @@ from helpers.procs import run_program
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elasticrs._engine.process.signals import ECHO, StopRequests, without_what_was_taken_back
+from elasticrs._engine.process.signals import ECHO, RELAY, StopRequests, without_what_was_taken_back
 
 PRELUDE = """
 import ctypes, os, select, signal, sys, threading
@@ -269,7 +269,10 @@ TERM, INT, HUP, QUIT = signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQ
     [
         ([(TERM, 0), (HUP, 0), (TERM, 0.09), (INT, 0.09)], [TERM]),
         ([(TERM, 0), (HUP, ECHO), (HUP, 9)], [TERM]),
-        ([(TERM, 0), (TERM, ECHO)], [TERM, TERM]),
+        # A shell whose process group Slurm signals passes SIGTERM on, late if the machine is busy.
+        ([(TERM, 0), (TERM, ECHO), (TERM, RELAY - 0.01)], [TERM]),
+        ([(TERM, 0), (TERM, RELAY)], [TERM, TERM]),
+        ([(INT, 0), (TERM, 10), (TERM, 10 + ECHO), (INT, 10 + ECHO)], [INT, INT]),
         ([(TERM, 0), (HUP, 0), (TERM, 5)], [TERM, TERM]),
         ([(INT, 0), (INT, 1), (INT, 1.01)], [INT, INT, INT]),
         ([(TERM, 0), (QUIT, 1)], [TERM, QUIT]),

@@ -208,6 +208,14 @@ def stop_line(
     return f"{signal_name(asked)} received: passing it on to the workers, SIGKILL in {grace:g} s{AGAIN}"
 
 
+def relayed(signum: int, after: float, limit: float) -> str:
+    """Report that a signal that came ``after`` seconds after the first one counts as the same request."""
+    return (
+        f"{signal_name(signum)} again after {after:.1f} s counts as the first one, passed on by a wrapper; "
+        f"after {limit:g} s it kills"
+    )
+
+
 def killed(who: str, event: WorkersKilled) -> str:
     """Report workers that were killed for not exiting in time. What they saved may be incomplete."""
     was, it = ("was", "it") if len(event.local_ranks) == 1 else ("were", "they")

@@ -109,8 +109,13 @@ os.register_at_fork(before=_before, after_in_parent=_after_in_parent, after_in_c
 
 
 ECHO = 0.1
-"""Seconds after the first stop signal in which further stop signals count as the same request to stop.
-Wrapper programs pass signals on, and systemd, schedulers and terminals send several kinds at once.
+"""Seconds after the first stop signal in which further stop signals count as the same request to stop,
+because systemd, schedulers and terminals send several kinds at once.
+"""
+
+RELAY = 2.0
+"""Seconds after the first SIGTERM in which further ones count as the same request to stop. A wrapper program
+that passes SIGTERM on may be late if the machine is busy.
 """
 
 KEYBOARD = frozenset((signal.SIGINT, signal.SIGQUIT))
@@ -120,23 +125,31 @@ KEYBOARD = frozenset((signal.SIGINT, signal.SIGQUIT))
 class StopRequests:
     """Decides whether a stop signal is a new request to stop, or only repeats an earlier one."""
 
-    __slots__ = ("_came", "_first")
+    __slots__ = ("_came",)
 
     def __init__(self) -> None:
-        self._first: float | None = None
-        self._came: set[int] = set()
+        self._came: dict[int, float] = {}
 
     def is_new(self, signum: int, now: float) -> bool:
         """Record a stop signal that arrived at ``now`` (monotonic seconds). Return true if it is a new
-        request to stop. The first signal always is. A later signal is one if it comes from the keyboard, or
-        is a repeated SIGTERM, and at least :data:`ECHO` seconds have passed since the first signal.
+        request to stop. The first signal always is. A later signal is one if it comes from the keyboard at
+        least :data:`ECHO` seconds after the first signal, or if it is a SIGTERM at least :data:`RELAY`
+        seconds after the first SIGTERM.
         """
-        first, came = self._first, signum in self._came
-        self._came.add(signum)
-        if first is None:
-            self._first = now
+        is_first = not self._came
+        self._came.setdefault(signum, now)
+        if is_first:
             return True
-        return now - first >= ECHO and (signum in KEYBOARD or (came and signum == signal.SIGTERM))
+        if signum in KEYBOARD:
+            return now - min(self._came.values()) >= ECHO
+        return signum == signal.SIGTERM and now - self._came[signum] >= RELAY
+
+    def relayed_after(self, signum: int, now: float) -> float | None:
+        """Return the seconds since the first SIGTERM if this signal is a SIGTERM that a user may have sent,
+        because it came later than :data:`ECHO`. Otherwise return ``None``.
+        """
+        after = now - self._came.get(signum, now)
+        return after if signum == signal.SIGTERM and after >= ECHO else None
 
 
 IGNORED_BY_PYTHON = frozenset((signal.SIGPIPE, signal.SIGXFSZ))

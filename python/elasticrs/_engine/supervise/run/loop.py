@@ -17,7 +17,7 @@ from elasticrs._engine.job.config import control_folder_from
 from elasticrs._engine.job.restart_policy import Verdict
 from elasticrs._engine.process.background_call import FileAccess
 from elasticrs._engine.process.console import END_PATIENCE, Console
-from elasticrs._engine.process.signals import StopRequests, suspend
+from elasticrs._engine.process.signals import RELAY, StopRequests, suspend
 from elasticrs._engine.supervise import state_machine as machine
 from elasticrs._engine.supervise.run.tracker import AttemptTracker
 from elasticrs._engine.workers.plan import KEEP_OFF, MemoryFiles
@@ -627,5 +627,7 @@ class Agent:
                 self.ask_for_checkpoint(self.checkpoints)
             elif signum in self._job.forwarded:
                 self.pass_on(signum)
-            elif self._requests.is_new(signum, time.monotonic()):
+            elif self._requests.is_new(signum, now := time.monotonic()):
                 self.ask_to_stop(machine.SignalReceived(signum))
+            elif (after := self._requests.relayed_after(signum, now)) is not None:
+                self._console.say(phrases.relayed(signum, after, RELAY))
