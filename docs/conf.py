@@ -180,18 +180,20 @@ def colour_commands(_app: Sphinx, document: nodes.document, _page: str) -> None:
 
 
 def label_cells(_app: Sphinx, document: nodes.document, _page: str) -> None:
-    """Put the column's title into each cell of a table with three or more columns. The title is visible only
-    on a phone, where each row is shown as a card. Also mark tables with four or more columns of words. On
-    wide screens, their columns are equally wide, because such a table would otherwise be wider than the page.
+    """Put the column's title into each cell of a table that is too wide for a phone, because it has three or
+    more columns or a long word. The title is visible only on a phone, where each row is shown as a card. Also
+    mark tables with four or more columns of words. On wide screens, their columns are equally wide, because
+    such a table would otherwise be wider than the page.
     """
     for table in document.findall(nodes.table):
         titles = [
             entry.astext() for head in table.findall(nodes.thead) for entry in head.findall(nodes.entry)
         ]
-        if len(titles) < 3:
+        longest = max(map(len, table.astext().split()))
+        if len(titles) < 3 and longest <= 20:
             continue
         has_figures = any("text-right" in entry["classes"] for entry in table.findall(nodes.entry))
-        table["classes"] += ["cards"] if has_figures or len(titles) == 3 else ["cards", "words"]
+        table["classes"] += ["cards"] if has_figures or len(titles) <= 3 else ["cards", "words"]
         for row in (row for body in table.findall(nodes.tbody) for row in body.findall(nodes.row)):
             for title, entry in zip(titles, row.findall(nodes.entry), strict=True):
                 if title and entry.children:

@@ -19,8 +19,8 @@ document.addEventListener("DOMContentLoaded", () => {
 
   // Replace the search for pages. Search the sections, and show the best one of each page. A question that contains all words of an
   // entry of the index is probably about the section of that entry.
+  const named = new Map();
   Search.performTermsSearch = () => {
-    const named = new Map();
     for (const [entry, places] of Object.entries(Search._index.indexentries)) {
       const words = stemsOf(entry);
       if (!words.length || !words.every((word) => stems.includes(word))) continue;
@@ -41,23 +41,25 @@ document.addEventListener("DOMContentLoaded", () => {
   };
 
   const shown = new Set();
+  const isNamed = (page, ids) => ids.some((id) => named.has(`${page}#${id}`));
   function describe(result) {
     const link = result.querySelector("a");
     const [page, anchor] = link.getAttribute("href").split(".html");
     const section = anchor ? TEXTS[page]?.find(([ids]) => ids.includes(anchor.slice(1))) : TEXTS[page]?.[0];
     if (!section) return; // The result is a name in the API reference, which has a description.
-    const [[id], title, text] = section;
-    if (shown.has(page + id)) return result.remove();
-    shown.add(page + id);
+    const [ids, title, text] = section;
+    if (shown.has(page + ids[0])) return result.remove();
+    shown.add(page + ids[0]);
     const pageTitle = TEXTS[page][0][1];
     link.textContent = section === TEXTS[page][0] ? title : `${pageTitle} › ${title}`;
     const places = stems.map((stem) => text.search(starts.get(stem))).filter((place) => place > 120);
-    const start = found(text.slice(0, 240)).length || !places.length ? 0 : Math.min(...places) - 80;
+    const isStart = !places.length || isNamed(page, ids) || found(`${title} ${text.slice(0, 240)}`).length;
+    const start = isStart ? 0 : Math.min(...places) - 80;
     const excerpt = document.createElement("p");
     excerpt.className = "context";
     excerpt.textContent = (start ? "… " : "") + text.slice(start, start + 240) + (start + 240 < text.length ? " …" : "");
     result.append(excerpt);
-    for (const stem of stems) _highlightText(excerpt, stem, "highlighted");
+    for (const stem of stems.filter((stem) => stem.length > 1)) _highlightText(excerpt, stem, "highlighted");
   }
 
   const seen = ({ addedNodes }) => addedNodes.forEach((node) => node.tagName === "LI" && describe(node));
