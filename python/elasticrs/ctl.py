@@ -25,7 +25,7 @@ def main(args: Sequence[str] | None = None) -> int:
         the exit code.
 
     Raises:
-        SystemExit: the command line asks for help, or an argument is missing or has a wrong value (code 2).
+        SystemExit: the command line asks for help.
     """
     from elasticrs._engine.cli.control import run
 

@@ -83,12 +83,20 @@ def test_the_sentence_is_wrapped_and_longer_lines_are_cut_at_the_width_of_the_te
         (["logs", "--rnak=3"], "did you mean --rank?"),
         (["--nonsense", "ps"], "unknown argument '--nonsense'"),
         (["ps", "extra"], "unknown argument 'extra'"),
+        ([], "a command is missing, for example: elasticctl ps"),
+        (["drain", "--stay-out"], "(for example: elasticctl drain gpu009)"),
+        (["logs", "--rank"], "(for example: elasticctl logs --rank 3)"),
+        (["logs", "-r", "x"], "--rank: got 'x', expected a whole number, 0 or more (for example:"),
+        (["logs", "--lines=-3"], "--lines: got '-3', expected a whole number, 0 or more (for example:"),
+        (["status", "--job"], "(for example: elasticctl status --job llama)"),
+        (["stacks", "--all=3"], "(see elasticctl stacks --help)"),
+        (["--job", "llama", "status"], "(for example: elasticctl status --job llama)"),
     ],
 )
 def test_a_wrong_word_of_the_command_line_is_named_with_a_similar_one(capsys, args, said):
     assert ctl.main(args) == 2
     written = capsys.readouterr()
-    assert (written.out, said in written.err) == ("", True), written.err
+    assert (written.out, said in written.err, "usage:" in written.err) == ("", True, False), written.err
 
 
 def test_the_sentence_says_how_the_job_is():

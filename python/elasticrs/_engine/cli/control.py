@@ -38,13 +38,38 @@ from elasticrs._engine.supervise.run.orders import DONE, FAILED, NO_JOB, NOT_AGR
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
-    from typing import Any
+    from typing import Any, NoReturn
 
     from elasticrs._engine.cli.control_client import Agent
 
 
 _LOOK = 0.2
 """Seconds between two looks at log files, or at the status during a restart."""
+
+
+EXAMPLES = {"--job": "--job llama", "--rank": "--rank 3", "--lines": "--lines 50"}
+"""Examples of options with a value, for error messages."""
+
+
+class _Parser(argparse.ArgumentParser):
+    """Parser that raises :class:`.Problem` for an error, instead of printing the usage and exiting."""
+
+    def error(self, message: str) -> NoReturn:
+        error = sys.exc_info()[1]
+        hint = f"see {self.prog} --help"
+        if isinstance(error, argparse.ArgumentError) and error.argument_name is not None:
+            name = error.argument_name.rpartition("/")[2]
+            message = f"{name}: {error.message}"
+            if name in EXAMPLES:
+                hint = f"for example: {self.prog} {EXAMPLES[name]}"
+        raise Problem(USAGE, f"{message} ({hint})")
+
+
+def _number(text: str) -> int:
+    """Parse a value of the command line."""
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected a whole number, 0 or more")
+    return int(text)
 
 
 def run(args: Sequence[str]) -> int:
@@ -70,7 +95,12 @@ def run(args: Sequence[str]) -> int:
 
 def _parsed(args: Sequence[str]) -> argparse.Namespace:
     parser, commands = _parser()
-    word = args[0] if args else "-"
+    if not args:
+        raise Problem(USAGE, f"a command is missing, for example: elasticctl ps ({', '.join(commands)})")
+    word = args[0]
+    if word.startswith("-") and word not in parser._option_string_actions:
+        what = f"unknown argument {word!r}; options come after the command"
+        raise Problem(USAGE, f"{what} (for example: elasticctl status --job llama)")
     if not word.startswith("-") and word not in commands:
         near = near_name(word, commands)
         hint = f"did you mean {near}?" if near else f"there are {', '.join(commands)}"
@@ -85,20 +115,20 @@ def _parsed(args: Sequence[str]) -> argparse.Namespace:
     return options
 
 
-def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
+def _parser() -> tuple[_Parser, dict[str, _Parser]]:
     """Return the parser of the command line, and the parser of each command by its name."""
-    parser = argparse.ArgumentParser("elasticctl", description="Look at jobs on this machine; act on them.")
+    parser = _Parser("elasticctl", description="Look at jobs on this machine; act on them.")
     from elasticrs import __version__
 
     parser.add_argument("--version", action="version", version=f"elasticrs {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
-    def command(name: str, action: Any, text: str) -> argparse.ArgumentParser:
+    def command(name: str, action: Any, text: str) -> _Parser:
         added = commands.add_parser(name, help=text, description=f"{text[:1].upper()}{text[1:]}.")
         added.set_defaults(run=action)
         return added
 
-    def of_job(name: str, action: Any, text: str) -> argparse.ArgumentParser:
+    def of_job(name: str, action: Any, text: str) -> _Parser:
         added = command(name, action, text)
         who = "run id or script, or how it begins; or pid of the agent (default: the only job)"
         added.add_argument("-j", "--job", metavar="JOB", help=who)
@@ -111,8 +141,10 @@ def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParse
     status.add_argument("-w", "--watch", action="store_true", help="show it on the whole terminal; keys act")
     logs = of_job("logs", _logs, "print the last lines of the workers' log files")
     logs.add_argument("-f", "--follow", action="store_true", help="go on with new lines, until the job ends")
-    logs.add_argument("-r", "--rank", metavar="RANK", type=int, help="of this rank only")
-    logs.add_argument("-n", "--lines", metavar="N", type=int, default=10, help="of each file (default: 10)")
+    logs.add_argument("-r", "--rank", metavar="RANK", type=_number, help="of this rank only")
+    logs.add_argument(
+        "-n", "--lines", metavar="N", type=_number, default=10, help="of each file (default: 10)"
+    )
     logs.add_argument("--events", action="store_true", help="the events of --event-log-handler file:PATH")
     stacks = of_job("stacks", _stacks, "say where each rank is, and who waits for whom")
     stacks.add_argument("--all", action="store_true", help="print whole stacks")
@@ -120,7 +152,8 @@ def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParse
     of_job("checkpoint", _checkpoint, "SIGUSR1 to all ranks after the same step, so that they save")
     restart = of_job("restart", _restart, "restart all workers of a job, which costs none of its restarts")
     drain = of_job("drain", _drain, "have a node leave a job; the other nodes continue")
-    drain.add_argument("node", metavar="NODE", help="host name of the node, or its group rank")
+    drain.usage = "%(prog)s [-h] [-j JOB] [--stay-out] [--no-wait] NODE"
+    drain.add_argument("node", metavar="NODE", nargs="?", help="host name of the node, or its group rank")
     drain.add_argument("--stay-out", action="store_true", help="the job does not admit the node again")
     stop = of_job("stop", _stop, "stop a job: SIGTERM to its workers, so that they can save")
     stop.add_argument(
@@ -231,6 +264,9 @@ def _stop(options: argparse.Namespace) -> int:
 
 
 def _drain(options: argparse.Namespace) -> int:
+    if options.node is None:
+        what = "drain needs a node: its host name or group rank"
+        raise Problem(USAGE, f"{what} (for example: elasticctl drain gpu009)")
     agent, status = _chosen_to_act(options)
     order = {"do": "drain", "node": options.node, "stay_out": options.stay_out}
     group = status["group"] or {}
