@@ -425,9 +425,43 @@ BARS = {
         "acquire, p99",
     ),
     "store": ("## The workers' store", "get", "add", "set+add", "ping-pong", "get-1MiB"),
+    "many": (
+        "## Warm workers",
+        "launch → all have used torch, --warm torch, N: 8",
+        "SIGKILL of one → all have used torch, N: 4",
+        "SIGKILL of one → all have used torch, N: 8",
+        "files opened by the launch *, N: 8",
+        "private memory of a worker after a step *, N: 8",
+    ),
+    "verdicts": (
+        "## Verdicts",
+        "the leader reads the failures of 1,000 nodes",
+        "the leader decides about them",
+        "stacks of 1,000 ranks, parsed and merged",
+        "flight records of 1,000 ranks, parsed",
+        "the whole diagnosis of 1,000 ranks",
+    ),
+    "operate": ("## Operating", "jobs that hang on a SIGTERM"),
+    "etcd": (
+        "## Nodes that meet in etcd",
+        "all join at once → all started",
+        "a worker fails → all agents have it",
+        "a worker fails → all started again",
+        "an agent dies → all others started again",
+    ),
+    "store-killed": (
+        "## A store that is killed and started again",
+        "SIGKILL of the store → it listens again",
+        "… → all agents have resumed their sessions",
+        "all join at once → all started",
+        "a worker fails → all started again",
+        "an agent dies → all others started again",
+    ),
 }
 """For each picture, a heading of ``docs/benchmarks.md``, and names of rows in the next table."""
-PROGRAMS = re.compile(r"torch\b(?!: CPU)|torchrun$|elasticrs(: p50)?$|restart|replace|.*--(warm|on-failure)")
+PROGRAMS = re.compile(
+    r"torch\b(?!: CPU)|torchrun$|elasticrs(: p50)?$|restart|replace|.*--(warm|on-failure)|(cold|warm)$|n = "
+)
 """Titles of the columns that have a bar."""
 
 
@@ -441,37 +475,52 @@ def figures(picture: str) -> list[tuple[str, list[tuple[str, str]]]]:
         for line in table.partition("\n\n")[0].splitlines()
     ]
     found = []
-    for name, *cells in rows[2:]:
+    last = ""
+    for start, *cells in rows[2:]:
+        last = name = start or last
+        if rows[0][1] in {"clients", "N"}:
+            name += f", {rows[0][1]}: {cells[0]}"
         columns = zip(rows[0][1:], cells, strict=True)
         figures = [
             (title, text) for title, text in columns if PROGRAMS.match(title) and re.search(r"\d", text)
         ]
-        if name in names:
-            found.append((f"{name}, clients: {cells[0]}" if "clients" in rows[0] else name, figures))
+        if name in names or last in names:
+            found.append((name, figures))
     return found
 
 
 def draw_bars(rows: Sequence[tuple[str, Sequence[tuple[str, str]]]], theme: Theme) -> str:
-    """Draw a bar for each figure of each row. The longest bar of a row has the full length."""
+    """Draw a bar for each figure of each row. The longest bar of a row has the full length. If each row has
+    only one bar, the lengths are those of one scale.
+    """
     left, right, width, top = 350, 190, 840, 44
     style = f"text{{font:13px {SANS};fill:{theme.ink}}}.f{{fill:{theme.faint}}}.n{{font-weight:600}}"
     body = ['<text class="n" x="16" y="26">shorter is better</text>']
     y = top
+    longest = max(_value(text) for _, bars in rows for _, text in bars)
     for name, bars in rows:
-        body.append(f'<text x="16" y="{y + 24}">{escape(name)}</text>')
-        values = [float(text.lstrip("> ").split()[0].replace(",", "")) for _, text in bars]
+        body.append(f'<text x="16" y="{y + (24 if len(bars) > 1 else 16)}">{escape(name)}</text>')
+        values = [_value(text) for _, text in bars]
+        full = max(values) if len(bars) > 1 else longest
         for (title, text), value in zip(bars, values, strict=True):
-            is_torchs, is_plain = title.startswith("torch"), title.startswith("elasticrs")
+            is_torchs, is_plain = title.startswith("torch"), title.startswith(("elasticrs", "cold", "n ="))
             colour = theme.faint if is_torchs else theme.accent if is_plain else theme.good
-            size = max(2.0, value / max(values) * (width - left - right)) if value else 0.0
+            size = max(2.0, value / full * (width - left - right)) if value else 0.0
             bar = f'<rect x="{left}" y="{y + 4}" width="{size:.1f}" height="15" rx="2"'
             body.append(f'{bar} fill="{colour}"/>')
-            label = escape(f"{title.partition(':')[0]} {text}{' µs' if ': p50' in title else ''}")
+            program = f"{title}:" if "=" in title else title.partition(":")[0]
+            label = escape(f"{program} {text}{' µs' if ': p50' in title else ''}")
             body.append(f'<text class="f" x="{left + size + 8:.1f}" y="{y + 16}">{label}</text>')
             y += 18
         y += 10
     paper = f'<rect width="{width}" height="{y + 8}" rx="8" fill="{theme.paper}"/>'
     return svg(width, y + 8, "Figures of torchrun and elasticrs", style, [paper, *body])
+
+
+def _value(text: str) -> float:
+    """Return the number in a figure, of times in milliseconds."""
+    number, *unit = text.lstrip("> ").split()
+    return float(number.replace(",", "")) * (1000 if unit[:1] == ["s"] else 1)
 
 
 # --- processes and threads of a job ---

@@ -102,7 +102,8 @@ def test_the_bars_show_rows_of_the_page_of_benchmarks(name):
     assert list(dict.fromkeys(row.partition(", clients")[0] for row, _ in found)) == [
         *pictures.BARS[name][1:]
     ]
-    assert {len(bars) for _, bars in found} <= {2, 3, 4}
+    counts = {len(bars) for _, bars in found}
+    assert counts <= {2, 3, 4} or counts == {1}
 
 
 def test_the_bars_of_restarts_show_the_recorded_times():
