@@ -239,9 +239,11 @@ def apply(collector: Collector, kept: Kept, small: dict[str, Any] | None, values
         for each, before in reversed(done):
             each.load_state_dict(before)
         raise DifferentError(f"{name} does not load its state: {error!r}") from error
-    if live:
-        with torch.no_grad():
-            torch._foreach_copy_([target for target, _ in live], [source for _, source in live])
+    with torch.no_grad():
+        for pair in (each for each in live if _is_view(each[0])):
+            pair[0].copy_(pair[1])
+        if plain := [each for each in live if not _is_view(each[0])]:
+            torch._foreach_copy_([target for target, _ in plain], [source for _, source in plain])
     values.update(used["values"])
     if small is not None:
         state.set_random_state(small["random"])
@@ -284,8 +286,33 @@ def _matched(
                     for each, place in zip((target, source), placed, strict=True)
                 ]
                 raise DifferentError(f"{trees.spell(path)} is {shown[0]}, and {shown[1]} was kept")
-            pairs.append((target, source))
+            pairs.append(_without_repetition(path, target, source))
     return pairs
+
+
+def _is_view(tensor: torch.Tensor) -> bool:
+    """Return true if a tensor shows its memory with another sign, so that only ``copy_`` writes into it."""
+    return tensor.is_conj() or tensor.is_neg()
+
+
+def _without_repetition(
+    path: Path, target: torch.Tensor, source: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the parts of both tensors that have each number of the memory of ``target`` once. Torch does not
+    write into the other parts, which are in the same memory: those that ``Tensor.expand`` has added.
+
+    Raises:
+        DifferentError: ``source`` has different numbers where ``target`` has the same memory.
+    """
+    for dimension, stride in enumerate(target.stride()):
+        if stride == 0 and target.shape[dimension] > 1:
+            target, first = target.detach().narrow(dimension, 0, 1), source.narrow(dimension, 0, 1)
+            # Compare bytes, because a number that is not a number is unequal to itself.
+            pair = first.expand_as(source), source
+            if not torch.equal(*(each.contiguous().view(torch.uint8) for each in pair)):
+                raise DifferentError(f"{trees.spell(path)} repeats its numbers, and the kept one does not")
+            source = first
+    return target, source
 
 
 def _shown(place: tuple[tuple[int, ...], tuple[int, ...]] | None) -> str:

@@ -167,7 +167,7 @@ def _leaf_bytes(path: Path, leaf: Any) -> tuple[tuple[str, str, tuple[int, ...]]
     if isinstance(leaf, bytes):
         return ("bytes", "", ()), leaf
     if isinstance(leaf, torch.Tensor):
-        tensor = plain(leaf, path).detach().cpu().contiguous()
+        tensor = plain(leaf, path).detach().cpu().resolve_conj().resolve_neg().contiguous()
         size = tensor.numel() * tensor.element_size()
         data = ctypes.string_at(tensor.data_ptr(), size) if size else b""
         return ("tensor", dtype_name(tensor.dtype), tuple(tensor.shape)), data
