@@ -1560,11 +1560,13 @@ def last_lines(path: str, count: int, max_bytes: int = 65536) -> list[bytes]:
     of the file.
     """
 
-def copy_and_sum(sources: list[int], targets: list[int], lengths: list[int]) -> int:
+def copy_and_sum(sources: list[int], targets: list[int], lengths: list[int]) -> int | None:
     """Copy blocks of memory, given by addresses and lengths. Return the sum of the 8-byte words that were
     copied, modulo 2 to the power of 64. In the sum, zeros complete the last word of a block.
 
-    The addresses are trusted, as by :func:`ctypes.memmove`. Those of targets must be multiples of 64.
+    The addresses are trusted, as by :func:`ctypes.memmove`, but another thread may free a source during the
+    copy. If the source is no longer readable then, return ``None``. The addresses of targets must be
+    multiples of 64.
 
     Raises:
         ValueError: the lists have different lengths.

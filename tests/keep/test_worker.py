@@ -828,6 +828,35 @@ net.forward = lambda x, plain=net.forward: (net.queue.add_(1), plain(x))[1]
         assert worker.run("int(net.queue[0])") >= 3
 
 
+FREED = {
+    "resize_": "net.queue.resize_(20_000_000)",
+    "resize_ of the storage": "net.queue.untyped_storage().resize_(0)",
+}
+"""How a program frees the memory of a tensor. It is so large that it is unmapped then."""
+
+
+@pytest.mark.parametrize("how", FREED)
+def test_memory_that_the_program_frees_during_a_copy_ends_neither_the_program_nor_keep(agent, how):
+    agent.begin()
+    queue = 'net.register_buffer("queue", torch.zeros(10_000_000))\n'
+    with agent.worker(preamble=model(every=3, replicated=True) + queue) as worker:
+        worker.run("from elasticrs._engine.inside.keep import copier, keeper; real = copier.copy_and_sum")
+        worker.run("train(1); train(2)")
+        name = agent.joined()
+        worker.run(f"copier.copy_and_sum = lambda *lists: ({FREED[how]}, real(*lists))[-1]")
+        agent.send(name)
+        assert [agent.notice(), agent.notice()] == [["keep", "left"], ["keep", "answered"]]
+        assert agent.file().words[Head.ANSWER] == Answer.TENSOR_CHANGED
+        worker.run("copier.copy_and_sum = real; keep.before_change()")
+        worker.run("net.queue.untyped_storage().resize_(40_000_000); net.queue.resize_(10_000_000)")
+        worker.run("train(3)")
+        code, said = worker.end()
+    assert code == 0
+    assert said.count("\n") == 1
+    assert "net.queue" in said
+    assert step_of(agent) == 3
+
+
 ON_GPU = """
 from elasticrs._engine.inside.keep import keeper, state
 waited, made = [], state.Parts.__init__

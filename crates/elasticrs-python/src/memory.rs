@@ -10,7 +10,7 @@ pub(crate) fn copy_and_sum(
     sources: Vec<usize>,
     targets: Vec<usize>,
     lengths: Vec<usize>,
-) -> PyResult<u64> {
+) -> PyResult<Option<u64>> {
     if sources.len() != targets.len() || sources.len() != lengths.len() {
         return Err(PyValueError::new_err("the lists have different lengths"));
     }
@@ -18,6 +18,7 @@ pub(crate) fn copy_and_sum(
         .zip(lengths)
         .map(|((source, target), length)| Block { source, target, length })
         .collect();
-    // SAFETY: the caller in Python guarantees that the addresses and lengths are right, as for `ctypes.memmove`.
-    Ok(py.detach(|| unsafe { copy::copy_and_sum(&blocks) }))
+    // SAFETY: the caller in Python guarantees that the addresses and lengths are right, as for `ctypes.memmove`, except
+    // that another thread may free a source.
+    Ok(py.detach(|| unsafe { copy::copy_in_helper(&blocks) }))
 }

@@ -1,6 +1,9 @@
 //! Copies memory, and computes the checksum of the copy in the same pass.
 
-use std::ptr;
+use std::ffi::{c_int, c_void};
+use std::{mem, ptr};
+
+use super::spawn::{run_in_helper, set_signal_mask};
 
 /// Number of bytes that are copied at once: a line of the processor's cache.
 const LINE: usize = 64;
@@ -61,6 +64,69 @@ pub unsafe fn copy_and_sum(blocks: &[Block]) -> u64 {
     sums.into_iter().fold(0, u64::wrapping_add)
 }
 
+/// Arguments and result of a copy that a helper process makes.
+struct Shared<'a> {
+    blocks: &'a [Block],
+    parent: c_int,
+    sum: Option<u64>,
+}
+
+/// Copies all blocks like [`copy_and_sum`], but in a helper process that shares the memory of this one. If another
+/// thread frees a source during the copy, the access to it ends only the helper. Returns `None` in that case.
+///
+/// If no helper can be started, for example because of a limit of processes, this thread makes the copy.
+///
+/// # Safety
+/// All targets are writable until the function returns, and no source overlaps a target. Any bytes may be at a source
+/// that another thread frees during the copy.
+///
+/// # Panics
+/// The target of a block is not a multiple of 64.
+pub unsafe fn copy_in_helper(blocks: &[Block]) -> Option<u64> {
+    assert!(blocks.iter().all(|block| block.target % LINE == 0), "the target of a copy is not aligned");
+    let mut shared = Shared { blocks, parent: nix::unistd::getpid().as_raw(), sum: None };
+    match run_in_helper(helper_main, &mut shared) {
+        Ok(()) => shared.sum,
+        // SAFETY: the caller guarantees the same, except that another thread may free a source.
+        Err(_) => Some(unsafe { copy_and_sum(blocks) }),
+    }
+}
+
+/// Entry point of the helper. Makes only system calls, and does not allocate, as in [`super::spawn`].
+extern "C" fn helper_main(argument: *mut c_void) -> c_int {
+    // SAFETY: the parent passes a pointer to its `Shared` and is suspended until the helper has exited, so this is the
+    // only reference.
+    let shared = unsafe { &mut *argument.cast::<Shared<'_>>() };
+    // SAFETY: the struct consists of integers and an optional handler, for which zero is a valid value.
+    let mut action: libc::sigaction = unsafe { mem::zeroed() };
+    action.sa_sigaction = exit_at_fault as *const () as usize;
+    let mut others = u64::MAX;
+    for signal in [libc::SIGSEGV, libc::SIGBUS] {
+        // SAFETY: `action` is a live local variable, and its handler makes one system call. The helper has its own
+        // handlers, so those of the parent stay unchanged.
+        unsafe { libc::sigaction(signal, &raw const action, ptr::null_mut()) };
+        others &= !(1 << (signal - 1));
+    }
+    set_signal_mask(others);
+    // Have the kernel kill the helper when the parent dies.
+    // SAFETY: the calls take only integers.
+    let parent = unsafe {
+        libc::syscall(libc::SYS_prctl, libc::PR_SET_PDEATHSIG, libc::SIGKILL, 0, 0, 0);
+        libc::syscall(libc::SYS_getppid)
+    };
+    if parent == shared.parent.into() {
+        // SAFETY: the caller of `copy_in_helper` guarantees it for the targets. If a source is no longer readable, the
+        // access to it ends this process.
+        shared.sum = Some(unsafe { copy_and_sum(shared.blocks) });
+    }
+    0
+}
+
+extern "C" fn exit_at_fault(_signal: c_int) {
+    // SAFETY: the call takes only integers. It ends the helper, and not its parent, which is another process.
+    unsafe { libc::syscall(libc::SYS_exit_group, 1) };
+}
+
 fn add(sums: &mut Line, line: &Line) {
     for (sum, word) in sums.iter_mut().zip(line) {
         *sum = sum.wrapping_add(*word);
@@ -97,6 +163,10 @@ unsafe fn store(address: usize, line: &Line) {
 
 #[cfg(test)]
 mod tests {
+    use std::num::NonZeroUsize;
+
+    use nix::sys::mman::{MapFlags, ProtFlags, mmap_anonymous, munmap};
+
     use super::*;
 
     #[repr(align(64))]
@@ -126,6 +196,23 @@ mod tests {
                 assert_eq!(sum, words.fold(0, u64::wrapping_add).wrapping_mul(2));
             }
         }
+    }
+
+    #[test]
+    fn a_source_that_is_not_readable_ends_the_copy_but_not_this_process() {
+        let (mut target, source) = (Aligned([7; 1024]), [1_u64; 64]);
+        let to = target.0.as_mut_ptr().expose_provenance();
+        let readable = Block { source: source.as_ptr().expose_provenance(), target: to, length: 512 };
+        let length = NonZeroUsize::new(4096).unwrap();
+        // SAFETY: the kernel chooses the address, so the new mapping does not replace another one.
+        let page = unsafe { mmap_anonymous(None, length, ProtFlags::PROT_NONE, MapFlags::MAP_PRIVATE) }.unwrap();
+        let unreadable = Block { source: page.as_ptr().expose_provenance(), target: to + 512, length: 512 };
+        // SAFETY: the blocks write the 1,024 bytes of `target`. No source overlaps them.
+        let sums = unsafe { [copy_in_helper(&[readable]), copy_in_helper(&[readable, unreadable])] };
+        assert_eq!(sums, [Some(64), None]);
+        assert_eq!(target.0[512..], [7; 512]);
+        // SAFETY: no other code uses the mapping.
+        unsafe { munmap(page, 4096) }.unwrap();
     }
 
     #[test]

@@ -255,6 +255,22 @@ pub fn spawn(command: &Command<'_>, stack: &mut Stack) -> Result<Child, Failure>
     }
 }
 
+/// Runs `entry` with a pointer to `shared` in a helper process that shares the memory of this one. Returns when the
+/// helper has exited. The helper has its own signal handlers, and blocks all signals until it unblocks some of them. It
+/// has no exit signal, so that no other code in this process notices its exit or reaps it.
+pub(super) fn run_in_helper<T>(entry: extern "C" fn(*mut c_void) -> c_int, shared: &mut T) -> nix::Result<()> {
+    let stack = Stack::new()?;
+    let before = set_signal_mask(u64::MAX);
+    // SAFETY: the stack is a live mapping that no other code uses. `shared` outlives the call, and the child uses it
+    // only while this thread is suspended in `clone` (CLONE_VFORK).
+    let pid = Errno::result(unsafe {
+        libc::clone(entry, stack.top(), libc::CLONE_VM | libc::CLONE_VFORK, ptr::from_mut(shared).cast())
+    });
+    set_signal_mask(before);
+    process::reap(pid?);
+    Ok(())
+}
+
 fn pointers(strings: &[CString]) -> Vec<*const c_char> {
     strings.iter().map(|s| s.as_ptr()).chain([ptr::null()]).collect()
 }

@@ -11,8 +11,7 @@ use std::ptr;
 
 use nix::errno::Errno;
 
-use super::process;
-use super::spawn::{Stack, set_signal_mask};
+use super::spawn::run_in_helper;
 
 /// Size of the buffer for `/proc/PID/status`. It is large enough for all lines up to the signal masks.
 const STATUS: usize = 4096;
@@ -29,18 +28,8 @@ pub fn stop_unless_continued() -> nix::Result<()> {
     let parent = nix::unistd::getpid().as_raw();
     let status = CString::new(format!("/proc/{parent}/task/{}/status", nix::unistd::gettid()));
     let mut shared = Shared { parent, status: status.map_err(|_| Errno::EINVAL)?, buffer: [0; STATUS] };
-    let stack = Stack::new()?;
-    // Create the helper process without an exit signal, so that no other code in this process notices its exit or reaps
-    // it.
-    let flags = libc::CLONE_VM | libc::CLONE_VFORK;
-    let before = set_signal_mask(u64::MAX);
-    // SAFETY: the stack is a live mapping that no other code uses. `shared` outlives the call, and the child uses it
-    // only while this thread is suspended in `clone` (CLONE_VFORK).
-    let pid = Errno::result(unsafe { libc::clone(child_main, stack.top(), flags, (&raw mut shared).cast()) });
-    // This process stays stopped here until it is continued.
-    set_signal_mask(before);
-    process::reap(pid?);
-    Ok(())
+    // This process stays stopped in this call until it is continued.
+    run_in_helper(child_main, &mut shared)
 }
 
 /// Blocks each of SIGTSTP and SIGCONT while the handler of the other signal runs. The handlers then run in the order in

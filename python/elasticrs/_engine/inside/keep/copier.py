@@ -12,7 +12,7 @@ import socket
 import threading
 import time
 from _thread import start_new_thread
-from operator import add, le
+from operator import add, and_, eq, le
 from time import monotonic_ns
 
 import torch
@@ -26,6 +26,7 @@ from elasticrs._engine.inside.keep.layout import Agreed, AgreedState, Answer, He
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from collections.abc import Iterable
     from mmap import mmap
 
     from elasticrs._engine.inside.keep.file import KeepFile, SlotRegion
@@ -99,23 +100,43 @@ class _Target:
         """Copy all tensors. Return the checksum of the copy.
 
         Raises:
-            ValueError: the program has shrunk the memory of a tensor, or is replacing it at this moment.
+            _MemoryError: the program has shrunk the memory of a tensor, or is replacing it at this moment.
         """
         # Look up the addresses for each copy, because the program may have given a tensor another memory.
         # Hold that memory during the copy, so that it is not freed if the program does so again.
         storages = list(map(torch.Tensor.untyped_storage, self._sources))
         begins = list(map(torch.Tensor.data_ptr, self._sources))
         starts = list(map(torch.UntypedStorage.data_ptr, storages))
-        ends = map(add, starts, map(len, storages))
+        lengths = list(map(len, storages))
         # Check both ends, because another thread may give a tensor another memory between the two look-ups.
-        if not all(map(le, starts, begins)) or not all(map(le, map(add, begins, self._sizes), ends)):
-            raise ValueError("the memory of a tensor is smaller than the tensor, or has just been replaced")
+        are_before = map(le, starts, begins)
+        are_after = map(le, map(add, begins, self._sizes), map(add, starts, lengths))
+        self._check(map(and_, are_before, are_after))
         # Copy all tensors in one call, which releases the GIL. A loop in Python would take the GIL for each
         # tensor, and slow down the training.
         digest = copy_and_sum(begins, self._addresses, self._sizes)
+        # A program that resizes the memory of a tensor frees the old memory, although it is held here.
+        self._check(map(eq, starts, map(torch.UntypedStorage.data_ptr, storages)))
+        self._check(map(eq, lengths, map(len, storages)))
+        if digest is None:
+            raise _MemoryError(None)
         for targets, sources in self._pairs.values():
             torch._foreach_copy_(targets, sources)
         return digest_of(self.data) if self._pairs else digest
+
+    def _check(self, are_right: Iterable[bool]) -> None:
+        for tensor, is_right in zip(self._sources, are_right, strict=True):
+            if not is_right:
+                raise _MemoryError(tensor)
+
+
+class _MemoryError(Exception):
+    """A tensor has less memory than its size, or the program has replaced its memory during the copy."""
+
+    def __init__(self, tensor: torch.Tensor | None) -> None:
+        super().__init__()
+        self.tensor = tensor
+        """The tensor; ``None`` if its memory could not be read, but was not replaced by other memory."""
 
 
 class Copier:
@@ -418,8 +439,17 @@ class Copier:
                     Slot.WHY: Why.AT_STOP if why == Why.AT_DEATH and self._is_stop_planned() else why,
                 },
             )
-            with torch.no_grad():
-                digest = target.copy()
+            try:
+                with torch.no_grad():
+                    digest = target.copy()
+            except _MemoryError as error:
+                slot.drop()
+                name = "a tensor" if error.tensor is None else trees.spell(parts.path_of(error.tensor))
+                reason = f"the memory of {name} is smaller than the tensor, or was replaced during a copy"
+                if self.is_blind:
+                    raise OffError(reason) from error
+                self.go_blind(reason)
+                return Answer.TENSOR_CHANGED
             if self._has_changed(boundary):
                 slot.drop()
                 return Answer.TENSOR_CHANGED

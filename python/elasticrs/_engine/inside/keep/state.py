@@ -110,10 +110,12 @@ class Parts:
         """Return the path of a tensor that has changed since ``versions`` were read; ``None`` without one."""
         for tensor, before in zip(self._versioned, versions, strict=True):
             if tensor._version != before:
-                return next(
-                    path for path, each in zip(self.paths, self.tensors, strict=True) if each is tensor
-                )
+                return self.path_of(tensor)
         return None
+
+    def path_of(self, tensor: torch.Tensor) -> Path:
+        """Return the keys under which one of the tensors is in the state."""
+        return next(path for path, each in zip(self.paths, self.tensors, strict=True) if each is tensor)
 
 
 class Boundary:
