@@ -35,6 +35,20 @@ def test_damage_of_all_copies_costs_one_attempt(torch_programs, tmp_path, more):
     assert [(each.attempt, each.step) for each in hurt.logged("restored")] == [(0, 0), (0, 0), (2, 0), (2, 0)]
 
 
+@pytest.mark.parametrize("max_nodes", [1, 2])
+def test_a_single_rank_whose_newest_copy_is_damaged_uses_the_older_one(torch_programs, tmp_path, max_nodes):
+    options = ["--steps", "30", "--every", "4"]
+    calm, hurt = (KeptTraining(tmp_path / name, 1) for name in ("calm", "hurt"))
+    nodes = f"max_nodes={max_nodes}, rdzv_backend='c10d', rdzv_endpoint='localhost:0'"
+    nodes += ", rdzv_configs={'last_call_timeout': 1}"
+    faults = ["--fault", "kill:0:0:15", "--fault", "flip-newest:1:0:0"]
+    runs = f"training.launch(1, {str(calm.folder)!r}, *{options}); "
+    runs += f"training.launch(1, {str(hurt.folder)!r}, *{options + faults}, {nodes})"
+    torch_programs.checked(f"{LAUNCH}; {runs}")
+    assert [(each.attempt, each.step) for each in hurt.logged("restored")] == [(0, 0), (1, 8)]
+    assert hurt.ends() == calm.ends()
+
+
 def test_fully_sharded_job_loses_no_step_if_all_ranks_can_copy_and_few_after_a_kill(torch_programs, tmp_path):
     every = 4
     faults = ["raise:0:1:10", "kill:1:0:20", "exit:2:0:30"]

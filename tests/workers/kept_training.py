@@ -383,7 +383,8 @@ class Log:
 class Faults:
     """The faults of this rank in this attempt. Each strikes between forward and backward of its step, except
     ``copy`` (SIGKILL in the first copy after this step), ``restore`` (SIGKILL while restoring the state) and
-    ``flip`` (before the state is restored, all ranks damage all copies in their files).
+    ``flip`` (before the state is restored, all ranks damage all copies in their files; with ``flip-newest``,
+    only the newest one).
     """
 
     def __init__(self, texts, rank, log):
@@ -395,8 +396,8 @@ class Faults:
             if in_attempt in ("*", str(log.attempt)) and of_rank in ("*", str(rank))
         }
         self._step = 0
-        if "flip" in self._kinds.values():
-            flip()
+        if {"flip", "flip-newest"} & {*self._kinds.values()}:
+            flip(is_all="flip" in self._kinds.values())
             dist.barrier()
         copier.copy_and_sum = self._dying("copy", copier.copy_and_sum)
         torch._foreach_copy_ = self._dying("restore", torch._foreach_copy_)
@@ -443,14 +444,14 @@ class Faults:
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 5
 
 
-def flip():
-    """Damage all copies in the file of this rank."""
+def flip(*, is_all):
+    """Damage all copies in the file of this rank, or only the newest one."""
     from elasticrs._engine.inside.keep.file import KeepFile
     from elasticrs._engine.inside.keep.layout import Slot
 
-    for slot in KeepFile(os.environ["ELASTICRS_KEEP"]).slots:
-        if slot.complete_step is not None:
-            slot.map[slot.words[Slot.DATA_AT]] ^= 1
+    slots = [each for each in KeepFile(os.environ["ELASTICRS_KEEP"]).slots if each.complete_step is not None]
+    for slot in sorted(slots, key=lambda each: -each.complete_step)[: None if is_all else 1]:
+        slot.map[slot.words[Slot.DATA_AT]] ^= 1
 
 
 def scribble(rng):
@@ -492,14 +493,14 @@ def main(argv=None):
     dist.destroy_process_group()
 
 
-def launch(nproc, folder, *arguments, max_restarts=9, **settings):
+def launch(nproc, folder, *arguments, max_nodes=1, max_restarts=9, **settings):
     """Run the training as function workers, which are forks of this process."""
     from elasticrs import LaunchConfig, elastic_launch
 
     # Create an optimizer before the forks, so that torch's modules for it are imported only once.
     torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1)
     settings = {"max_same_failures": 0, **settings, "start_method": "fork", "max_restarts": max_restarts}
-    config = LaunchConfig(1, 1, int(nproc), **settings)
+    config = LaunchConfig(1, max_nodes, int(nproc), **settings)
     elastic_launch(config, main)([folder, *arguments])
 
 

@@ -387,7 +387,8 @@ class Keeper:
             self._copier.turn_off(str(error))
             return None
         step: int | None = plan["step"]
-        found = None if step is None else self._restore(plan, step)
+        found = None if step is None else self._restore(plan, step, other)
+        plan, step = self._plan, self._plan["step"]
         if step is None and plan["why"]:
             readable = plan.get("reader")
             hint = f"; keep.reader() can load step {readable['step']}" if readable else ""
@@ -402,7 +403,7 @@ class Keeper:
         self._join_peers()
         return found
 
-    def _restore(self, plan: Mapping[str, Any], step: int) -> Restored | None:
+    def _restore(self, plan: Mapping[str, Any], step: int, other: int | None) -> Restored | None:
         large = plan["large"]
         own = os.environ[layout.VARIABLE]
         try:
@@ -428,8 +429,12 @@ class Keeper:
                 raise kind(
                     f"elasticrs: keep: {text}. This attempt ends, and the next one goes on without this copy"
                 ) from error
-            say(f"{text}; the script begins with its default")
-            return None
+            self._plan = self._plan_without_damage(plan, other)
+            if self._plan["step"] is None:
+                say(f"{text}; the script begins with its default")
+                return None
+            say(f"{text}; an older copy is used")
+            return self._restore(self._plan, self._plan["step"], other)
         try:
             restore.apply(self._collector, kept, small, self._values)
         except (restore.DifferentError, OffError) as error:
@@ -456,6 +461,18 @@ class Keeper:
             # This rank's own node was lost, so the copy of its state came from a partner node.
             tier = "peer"
         return step, tier, is_exact, chosen.behind, bool(kept.why_copied), large["rank"]
+
+    def _plan_without_damage(self, plan: Mapping[str, Any], other: int | None) -> Mapping[str, Any]:
+        """Return the plan of the only rank of a job, whose copy of the planned step is damaged. It restores
+        an older copy, or nothing. If the program has a newer state than that, that of step ``other``, it
+        restores nothing.
+        """
+        global _agreement  # noqa: PLW0603 -- one for each process
+        if "holdings" in plan:
+            _agreement = nodes.agree({**plan, "must_check": True}, self._file, other)
+            return _agreement.plan
+        older = plan.get("older") or {"step": None, "why": "", "reader": None}
+        return _agreed_plan(self._file, {**plan, **older, "older": None}, other)
 
     def _refuse(self, step: int, why: str, error: Exception) -> None:
         """Tell the user that this rank cannot load the copy of the step to which the training returns.

@@ -97,7 +97,7 @@ class Keeping:
         self._ranks = {each.local_rank: each.global_rank for each in plan.ranks}
         self._world = plan.ranks[0].world_size
         if holdings and not self._may_have_several_nodes:
-            self._choose(holdings, self._world)
+            self._choice = self._chosen(holdings, self._world)
         self._turn_off_if_unusable(history)
         # Both `holdings` and `files.places` are in the order of local ranks.
         choice, places = None if self._off else self._choice, dict(zip(holdings, files.places, strict=False))
@@ -122,6 +122,13 @@ class Keeping:
             shared |= choice.facts()
             shared["reader"] = _readable(choice, places, saved)
             shared["folder"] = choice.folder
+        if choice is not None and choice.step is not None and saved is None and self._world == 1:
+            # If the copy of the chosen step is damaged, the only rank need not agree with others on another.
+            older = self._chosen(holdings, 1, older_than=choice.step)
+            older = older.replaced(why="the newer copy is damaged")
+            if older.step is not None:
+                large = _own(older, 0, holdings, places, None)
+                shared["older"] = {**older.facts(), **large, "reader": _readable(older, places, None)}
         # If Keep is off, delete no copies, because the next job may restore them (--keep-save).
         newest = ALL_STEPS if self._off else None if choice is None else choice.step
         self._awaits_agreement = bool(holdings) and self._may_have_several_nodes and not self._off
@@ -210,13 +217,17 @@ class Keeping:
         self._reached = last_step(holdings.values(), self._reached)
         return holdings
 
-    def _choose(self, holdings: Mapping[int, Holding], world: int) -> None:
+    def _chosen(
+        self, holdings: Mapping[int, Holding], world: int, *, older_than: int | None = None
+    ) -> Choice:
+        """Choose the step that the next attempt restores, or an older one: one before ``older_than``."""
         from elasticrs._engine.inside.keep.choice import choose
 
-        self._choice = choose(
+        bars = [older_than, None if self._loop is None else self._loop.barred_from]
+        return choose(
             holdings,
             world,
-            barred_from=None if self._loop is None else self._loop.barred_from,
+            barred_from=min((each for each in bars if each is not None), default=None),
             refused=None if self._loop is None else self._loop.refused,
             was_replicated=self._choice is not None and self._choice.is_replicated,
             before=self._reached,
@@ -255,7 +266,7 @@ class Keeping:
         except OSError:
             return None  # No file descriptor is free, so the job's report does not name the kept step.
         if holdings:
-            self._choose(holdings, self._world)
+            self._choice = self._chosen(holdings, self._world)
         return self._choice
 
     def say_what_is_gone(self, *, leaves: bool) -> None:
