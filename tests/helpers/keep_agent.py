@@ -79,6 +79,35 @@ os._exit(exit_code)
 """Program that imports torch once, and forks workers, which run the lines that they are given."""
 
 
+MODEL = """
+import random, numpy as np
+torch.manual_seed(3); random.seed(4); np.random.seed(5)
+net = torch.nn.Sequential(torch.nn.Linear(200, 200), torch.nn.BatchNorm1d(200), torch.nn.Linear(200, 1))
+optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
+scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+keep = Keep(net=net, optimizer=optimizer, scheduler=scheduler, every=EVERY, replicated=REPLICATED)
+def forward():
+    noise = random.random() + np.random.rand()
+    return (net(torch.randn(8, 200)) + noise).square().mean()
+def train(step, until="end"):
+    optimizer.zero_grad(); forward().backward()
+    if until == "backward": return
+    optimizer.step(); scheduler.step(); keep.values["seen"] = 8 * step
+    if until == "end": keep.step(step)
+def picture():
+    import hashlib
+    found = hashlib.sha256()
+    for each in (*net.state_dict().values(), *(v for s in optimizer.state.values() for v in s.values())):
+        found.update(each.resolve_neg().numpy().tobytes())
+    more = [scheduler.last_epoch, optimizer.param_groups[0]["lr"], torch.rand(1).item(), random.random()]
+    return [found.hexdigest(), *more, np.random.rand(), keep.values.get("seen")]
+"""
+
+
+def model(every: int = 0, replicated: str | bool = "auto") -> str:
+    return MODEL.replace("EVERY", str(every)).replace("REPLICATED", repr(replicated))
+
+
 class Programs:
     """Starts workers. They are forks of one process, because the import of torch takes seconds."""
 
@@ -222,6 +251,14 @@ class KeepAgent:
             words = self.notice()
         assert words == ["keep", "answered"], words
         return self.file(rank).words[layout.Head.ANSWER]
+
+
+def step_of(agent: KeepAgent, rank: int = 0) -> int | None:
+    """Return the newest step of which there is a complete copy."""
+    with closing(agent.file(rank)) as file:
+        return max(
+            (each.complete_step for each in file.slots if each.complete_step is not None), default=None
+        )
 
 
 class Worker:

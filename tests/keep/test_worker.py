@@ -6,7 +6,7 @@ import socket
 from contextlib import closing
 
 import pytest
-from helpers.keep_agent import KeepAgent
+from helpers.keep_agent import KeepAgent, model, step_of
 from helpers.procs import wait_until
 
 from elasticrs._engine.inside.keep import layout
@@ -14,34 +14,6 @@ from elasticrs._engine.inside.keep.choice import choose, refused_of
 from elasticrs._engine.inside.keep.layout import Agreed, AgreedState, Answer, Head, Slot, Why
 
 pytestmark = pytest.mark.torch
-
-MODEL = """
-import random, numpy as np
-torch.manual_seed(3); random.seed(4); np.random.seed(5)
-net = torch.nn.Sequential(torch.nn.Linear(200, 200), torch.nn.BatchNorm1d(200), torch.nn.Linear(200, 1))
-optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
-scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
-keep = Keep(net=net, optimizer=optimizer, scheduler=scheduler, every=EVERY, replicated=REPLICATED)
-def forward():
-    noise = random.random() + np.random.rand()
-    return (net(torch.randn(8, 200)) + noise).square().mean()
-def train(step, until="end"):
-    optimizer.zero_grad(); forward().backward()
-    if until == "backward": return
-    optimizer.step(); scheduler.step(); keep.values["seen"] = 8 * step
-    if until == "end": keep.step(step)
-def picture():
-    import hashlib
-    found = hashlib.sha256()
-    for each in (*net.state_dict().values(), *(v for s in optimizer.state.values() for v in s.values())):
-        found.update(each.resolve_neg().numpy().tobytes())
-    more = [scheduler.last_epoch, optimizer.param_groups[0]["lr"], torch.rand(1).item(), random.random()]
-    return [found.hexdigest(), *more, np.random.rand(), keep.values.get("seen")]
-"""
-
-
-def model(every=0, replicated="auto"):
-    return MODEL.replace("EVERY", str(every)).replace("REPLICATED", repr(replicated))
 
 
 def test_state_that_is_copied_at_an_order_is_restored_exactly(agent):
@@ -215,14 +187,6 @@ def test_rank_of_several_nodes_copies_a_step_only_when_all_have_the_copy_before(
         with closing(agent.file()) as file:
             reasons = {slot.words[Slot.WHY] for slot in file.slots}
             assert reasons == {Why.PERIODIC, Why.AT_STOP if is_agreed else Why.AT_DEATH}
-
-
-def step_of(agent, rank=0):
-    """Return the newest step of which there is a complete copy."""
-    with closing(agent.file(rank)) as file:
-        return max(
-            (each.complete_step for each in file.slots if each.complete_step is not None), default=None
-        )
 
 
 def test_own_exception_keeps_the_last_step_but_none_that_the_optimizer_is_changing(agent):
@@ -800,98 +764,6 @@ def test_a_line_that_holds_for_several_ranks_is_written_once(programs):
             worker.run("keep.restore()")
             line = worker.end()[1]
         assert re.match(r"elasticrs\[\d{4}-\d\d-\d\dT[\d:.]+(Z|[+-][\d:]+)\]: keep: no kept state", line)
-
-
-def test_large_buffer_that_forward_changes_turns_copies_at_death_off(agent):
-    agent.begin()
-    queue = """
-net.register_buffer("queue", torch.zeros(30_000))
-net.forward = lambda x, plain=net.forward: (net.queue.add_(1), plain(x))[1]
-"""
-    with agent.worker(preamble=model(every=3, replicated=True) + queue) as worker:
-        worker.run("train(1); train(2)")
-        name = agent.joined()
-        worker.run("forward()")
-        agent.send(name)
-        assert [agent.notice(), agent.notice()] == [["keep", "left"], ["keep", "answered"]]
-        with closing(agent.file()) as file:
-            assert file.words[Head.ANSWER] == Answer.TENSOR_CHANGED
-        worker.run("train(3)")
-        code, said = worker.end()
-    assert code == 0
-    assert said.count("\n") == 1
-    assert "net.queue" in said
-    assert step_of(agent) == 3
-    agent.begin(step=3)
-    with agent.worker(preamble=model(every=3) + queue) as worker:
-        assert worker.run("keep.restore()") == 3
-        assert worker.run("int(net.queue[0])") >= 3
-
-
-FREED = {
-    "resize_": "net.queue.resize_(20_000_000)",
-    "resize_ of the storage": "net.queue.untyped_storage().resize_(0)",
-}
-"""How a program frees the memory of a tensor. It is so large that it is unmapped then."""
-
-
-@pytest.mark.parametrize("how", FREED)
-def test_memory_that_the_program_frees_during_a_copy_ends_neither_the_program_nor_keep(agent, how):
-    agent.begin()
-    queue = 'net.register_buffer("queue", torch.zeros(10_000_000))\n'
-    with agent.worker(preamble=model(every=3, replicated=True) + queue) as worker:
-        worker.run("from elasticrs._engine.inside.keep import copier, keeper; real = copier.copy_and_sum")
-        worker.run("train(1); train(2)")
-        name = agent.joined()
-        worker.run(f"copier.copy_and_sum = lambda *lists: ({FREED[how]}, real(*lists))[-1]")
-        agent.send(name)
-        assert [agent.notice(), agent.notice()] == [["keep", "left"], ["keep", "answered"]]
-        assert agent.file().words[Head.ANSWER] == Answer.TENSOR_CHANGED
-        worker.run("copier.copy_and_sum = real; keep.before_change()")
-        worker.run("net.queue.untyped_storage().resize_(40_000_000); net.queue.resize_(10_000_000)")
-        worker.run("train(3)")
-        code, said = worker.end()
-    assert code == 0
-    assert said.count("\n") == 1
-    assert "net.queue" in said
-    assert step_of(agent) == 3
-
-
-ON_GPU = """
-from elasticrs._engine.inside.keep import keeper, state
-waited, made = [], state.Parts.__init__
-def make(self, *args): made(self, *args); self.is_on_cpu = False
-state.Parts.__init__, torch.cuda.synchronize = make, lambda: waited.append(keeper._active._at)
-"""
-"""Program whose tensors count as being on a GPU, although this machine may have none."""
-
-
-def test_state_on_a_gpu_is_copied_only_periodically_and_while_the_training_waits(agent):
-    agent.begin()
-    with agent.worker(preamble=model(2, replicated=True) + ON_GPU) as worker:
-        for step in range(1, 6):
-            worker.run(f"train({step})")
-            assert worker.run("keeper._active._copier.is_idle()")  # No copy reads tensors any more.
-        # Before each copy, all kernels of the GPU have ended.
-        assert worker.run("waited") == [2, 4]
-        expected = worker.run("picture()[0]")
-        worker.send("1 / 0")
-        code, said = worker.end()
-    assert code == 1
-    assert said.count("elasticrs: keep: ") == 1
-    assert "cannot copy its state at a failure: it is on a GPU" in said
-    # The rank has never told the agent that it can copy its state at a failure.
-    agent.notices.settimeout(0)
-    with pytest.raises(BlockingIOError):
-        agent.notices.recv(4096)
-    with closing(agent.file()) as file:
-        assert {each.complete_step for each in file.slots} == {2, 4}
-        assert {each.words[Slot.WHY] for each in file.slots} == {Why.PERIODIC}
-    agent.begin(step=4)
-    with agent.worker(preamble=model(2, replicated=True) + ON_GPU) as worker:
-        assert worker.run("keep.restore()") == 4
-        worker.run("train(5)")
-        assert worker.run("picture()[0]") == expected
 
 
 def test_rank_that_is_behind_another_copies_the_step_that_it_is_about_to_end(programs):

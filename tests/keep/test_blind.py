@@ -1,0 +1,102 @@
+"""State that cannot be copied at a failure: it is on a GPU, or changes outside of the optimizer's step."""
+
+from contextlib import closing
+
+import pytest
+from helpers.keep_agent import model, step_of
+
+from elasticrs._engine.inside.keep.layout import Answer, Head, Slot, Why
+
+pytestmark = pytest.mark.torch
+
+
+def test_large_buffer_that_forward_changes_turns_copies_at_death_off(agent):
+    agent.begin()
+    queue = """
+net.register_buffer("queue", torch.zeros(30_000))
+net.forward = lambda x, plain=net.forward: (net.queue.add_(1), plain(x))[1]
+"""
+    with agent.worker(preamble=model(every=3, replicated=True) + queue) as worker:
+        worker.run("train(1); train(2)")
+        name = agent.joined()
+        worker.run("forward()")
+        agent.send(name)
+        assert [agent.notice(), agent.notice()] == [["keep", "left"], ["keep", "answered"]]
+        with closing(agent.file()) as file:
+            assert file.words[Head.ANSWER] == Answer.TENSOR_CHANGED
+        worker.run("train(3)")
+        code, said = worker.end()
+    assert code == 0
+    assert said.count("\n") == 1
+    assert "net.queue" in said
+    assert step_of(agent) == 3
+    agent.begin(step=3)
+    with agent.worker(preamble=model(every=3) + queue) as worker:
+        assert worker.run("keep.restore()") == 3
+        assert worker.run("int(net.queue[0])") >= 3
+
+
+FREED = {
+    "resize_": "net.queue.resize_(20_000_000)",
+    "resize_ of the storage": "net.queue.untyped_storage().resize_(0)",
+}
+"""How a program frees the memory of a tensor. It is so large that it is unmapped then."""
+
+
+@pytest.mark.parametrize("how", FREED)
+def test_memory_that_the_program_frees_during_a_copy_ends_neither_the_program_nor_keep(agent, how):
+    agent.begin()
+    queue = 'net.register_buffer("queue", torch.zeros(10_000_000))\n'
+    with agent.worker(preamble=model(every=3, replicated=True) + queue) as worker:
+        worker.run("from elasticrs._engine.inside.keep import copier, keeper; real = copier.copy_and_sum")
+        worker.run("train(1); train(2)")
+        name = agent.joined()
+        worker.run(f"copier.copy_and_sum = lambda *lists: ({FREED[how]}, real(*lists))[-1]")
+        agent.send(name)
+        assert [agent.notice(), agent.notice()] == [["keep", "left"], ["keep", "answered"]]
+        assert agent.file().words[Head.ANSWER] == Answer.TENSOR_CHANGED
+        worker.run("copier.copy_and_sum = real; keep.before_change()")
+        worker.run("net.queue.untyped_storage().resize_(40_000_000); net.queue.resize_(10_000_000)")
+        worker.run("train(3)")
+        code, said = worker.end()
+    assert code == 0
+    assert said.count("\n") == 1
+    assert "net.queue" in said
+    assert step_of(agent) == 3
+
+
+ON_GPU = """
+from elasticrs._engine.inside.keep import keeper, state
+waited, made = [], state.Parts.__init__
+def make(self, *args): made(self, *args); self.is_on_cpu = False
+state.Parts.__init__, torch.cuda.synchronize = make, lambda: waited.append(keeper._active._at)
+"""
+"""Program whose tensors count as being on a GPU, although this machine may have none."""
+
+
+def test_state_on_a_gpu_is_copied_only_periodically_and_while_the_training_waits(agent):
+    agent.begin()
+    with agent.worker(preamble=model(2, replicated=True) + ON_GPU) as worker:
+        for step in range(1, 6):
+            worker.run(f"train({step})")
+            assert worker.run("keeper._active._copier.is_idle()")  # No copy reads tensors any more.
+        # Before each copy, all kernels of the GPU have ended.
+        assert worker.run("waited") == [2, 4]
+        expected = worker.run("picture()[0]")
+        worker.send("1 / 0")
+        code, said = worker.end()
+    assert code == 1
+    assert said.count("elasticrs: keep: ") == 1
+    assert "cannot copy its state at a failure: it is on a GPU" in said
+    # The rank has never told the agent that it can copy its state at a failure.
+    agent.notices.settimeout(0)
+    with pytest.raises(BlockingIOError):
+        agent.notices.recv(4096)
+    with closing(agent.file()) as file:
+        assert {each.complete_step for each in file.slots} == {2, 4}
+        assert {each.words[Slot.WHY] for each in file.slots} == {Why.PERIODIC}
+    agent.begin(step=4)
+    with agent.worker(preamble=model(2, replicated=True) + ON_GPU) as worker:
+        assert worker.run("keep.restore()") == 4
+        worker.run("train(5)")
+        assert worker.run("picture()[0]") == expected
