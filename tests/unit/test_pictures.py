@@ -115,6 +115,24 @@ def test_the_bars_of_restarts_show_the_recorded_times():
         assert (f"{row['lost']} steps again" if row["lost"] else "no step again") in text
 
 
+def test_readme_quotes_the_benchmarks():
+    readme = (pictures.ROOT / "README.md").read_text(encoding="utf-8")
+    rows = [
+        [cell.strip() for cell in line.strip("|").split("|")[1:]]
+        for line in re.findall(r"^\| (?:\[.*→|steps lost).*$", readme, re.MULTILINE)
+    ]
+    restarts = json.loads((pictures.FOLDER / "restart.json").read_text(encoding="utf-8"))
+    milliseconds = [[text.removesuffix(" ms") for _, text in bars] for _, bars in pictures.figures("warm")]
+    measured = [[int(text.replace(",", "")) / 1000 for text in row] for row in milliseconds]
+    measured.append([row["ends"][-1] for row in restarts[:3]])
+    for quoted, actual in zip(rows[:3], measured, strict=True):
+        assert [
+            f"{value:.{len(text.split('.')[1]) - 2}f} s" for text, value in zip(quoted, actual, strict=True)
+        ] == quoted
+    lost = [str(row["lost"]) for row in restarts]
+    assert rows[3] == [*lost[:2], f"{lost[2]}, or {lost[3]} with `Keep`"]
+
+
 def test_a_picture_of_a_terminal_begins_with_the_end_of_the_recording(cast):
     text = pictures.draw_cast(cast, pictures.LIGHT)
     total, begin = map(float, re.search(r"animation:([\d.]+)s step-end -([\d.]+)s", text).groups())
