@@ -5,6 +5,7 @@ import signal
 import time
 
 import pytest
+from helpers.lines import long_lines
 from helpers.nodes import meetings
 from helpers.said import says
 
@@ -109,6 +110,7 @@ def test_the_ranks_of_two_nodes_are_asked_in_the_same_step(launch, worker_script
         each.exits(1)
         says(each.stderr, "SIGTERM reaches all ranks after step", steps[0])
         assert "at different steps" not in each.stderr
+        assert long_lines(each.stderr) == []
 
 
 def stops_after_both_signals(launched):

@@ -12,6 +12,7 @@ import pytest
 from helpers import ports
 from helpers.elasticctl import COUNTS, SAVES, STUBBORN, WAITS, sizes, status_of
 from helpers.launcher import launcher_with
+from helpers.lines import long_lines
 from helpers.nodes import QUICK, meeting
 from helpers.procs import wait_until
 
@@ -83,7 +84,7 @@ def test_any_node_is_drained_from_another_one_and_stays_out(nodes, sockets, aske
     drained = by_name.pop(name)
     assert drained.wait() == 1
     assert re.search(rf"elasticctl \(user {os.geteuid()}, pid \d+ on node n0\): drain", drained.stderr)
-    assert "send it again" not in " ".join(drained.stderr.split())
+    assert "sent again" not in " ".join(drained.stderr.split())
     rest = list(by_name.values())
     for agent in rest:
         agent.wait_for_line(rf"node {name} left \(elasticctl drain\)", stream="stderr")
@@ -208,6 +209,7 @@ def test_a_checkpoint_is_refused_if_a_rank_of_another_node_has_no_handler(nodes,
             5,
             True,
         ), text
+        assert long_lines(agent.stderr) == []
     assert sorted(ranks) == [0, 1]
     assert asked("stop", "--now", f"--job={job.agents[0].pid}")[0] == 0
     assert [agent.wait() for agent in job.agents] == [1, 1]
@@ -222,11 +224,12 @@ def test_a_stop_is_told_as_a_stop_on_all_nodes(nodes, asked, tmp_path, options, 
         assert re.search(r"\]: stopped(?: by elasticctl stop(?: --now)?)? after", agent.stderr), agent.stderr
         assert "verdict" not in agent.stderr
         assert "failed" not in agent.stderr
+        assert long_lines(agent.stderr) == []
     first = "SIGKILL" if options else "SIGTERM"
     assert f"elasticctl: the job ends; {first} to the workers" in job.agents[1].stderr
     told = " ".join(job.agents[1].stderr.split())
-    assert "send it again" not in told
-    assert ("elasticctl stop --now kills them at once" in told) == (not options)
+    assert "sent again" not in told
+    assert ("at once: elasticctl stop --now" in told) == (not options)
     assert json.loads((tmp_path / "report").read_text())["outcome"] == "stopped"
 
 

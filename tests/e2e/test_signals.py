@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from helpers import procs
 from helpers.launcher import launcher_with
+from helpers.lines import long_lines
 from helpers.procs import wait_until
 
 TALKATIVE = """
@@ -78,6 +79,7 @@ def test_workers_that_ignore_sigterm_are_killed_after_the_shutdown_timeout(runni
     launched.signal(signal.SIGTERM)
     launched.exits(1)
     launched.wait_for_lines("IGNORED", N)
+    assert long_lines(launched.stderr) == []
 
 
 @pytest.mark.beyond_torchrun
@@ -134,6 +136,7 @@ def test_a_sigterm_that_a_wrapper_passes_on_late_leaves_the_workers_time_to_save
     launched.exits(1)
     assert launched.stdout.count("SAVED") == N
     assert launched.stdout.count("SAVING") == N
+    assert long_lines(launched.stderr) == []
 
 
 @pytest.mark.beyond_torchrun

@@ -36,7 +36,7 @@ def prefix(time_ns: int | None = None, node: str = "", group_rank: int | None = 
     return f"{NAME}[{' '.join(parts)}]: " if parts else f"{NAME}: "
 
 
-AGAIN = " (send it again to kill them at once)"
+AGAIN = " (at once if sent again)"
 
 NOT_STARTED = "the workers could not be started"
 
@@ -131,10 +131,7 @@ def checkpoint_requested(signum: int) -> str:
 CHECKPOINT_NOT_MADE = "no checkpoint was saved after the last request, because the workers exited first"
 
 
-NOBODY_TRAINED = (
-    "no worker of this node used elasticrs.train, so --on-failure replace could not continue a training;"
-    " use --on-failure restart for other programs"
-)
+NOBODY_TRAINED = "no worker here used elasticrs.train, so use --on-failure restart instead of replace"
 
 
 def checkpoint_is_late(seconds: float, workers: int) -> str:
@@ -211,8 +208,8 @@ def stop_line(
 def relayed(signum: int, after: float, limit: float) -> str:
     """Report that a signal that came ``after`` seconds after the first one counts as the same request."""
     return (
-        f"{signal_name(signum)} again after {after:.1f} s counts as the first one, passed on by a wrapper; "
-        f"after {limit:g} s it kills"
+        f"{signal_name(signum)} again after {after:.1f} s counts as the first one, passed on by a wrapper;"
+        f" after {limit:g} s it kills"
     )
 
 
@@ -222,11 +219,11 @@ def killed(who: str, event: WorkersKilled) -> str:
     if event.reason == "stalled exit":
         return f"{who} had raised, made no progress exiting for {event.limit:g} s, and {was} killed"
     if event.signal is None:
-        overdue = f"had raised, {was} still exiting {event.limit:g} s after --exit-timeout,"
+        how = f"had raised, {was} still exiting {event.limit:g} s after --exit-timeout, and {was} killed"
     else:
         limit = round(event.limit, 1) or event.limit
-        overdue = f"had not exited {limit:g} s after {signal_name(event.signal)}"
-    return f"{who} {overdue} and {was} killed; what {it} {was} saving may be incomplete (--shutdown-timeout)"
+        how = f"{was} killed {limit:g} s after {signal_name(event.signal)} (--shutdown-timeout)"
+    return f"{who} {how}; what {it} saved may be incomplete"
 
 
 def stuck(local_ranks: Iterable[int]) -> str:

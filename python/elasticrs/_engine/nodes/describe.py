@@ -212,11 +212,5 @@ def _check_static(
     if not is_loopback_name(host):
         return []
     if node_rank:
-        return [
-            f"the static rendezvous is at {host}, so this agent expects node rank 0 on this machine; if it "
-            f"is on another machine, set {words.endpoint} to an address of that machine"
-        ]
-    return [
-        f"the static rendezvous is at {host}; on other machines, set {words.endpoint} to an address of this "
-        "machine"
-    ]
+        return [f"the static rendezvous is at {host}: node rank 0 must run here (see {words.endpoint})"]
+    return [f"the static rendezvous is at {host}, for agents on this machine only (see {words.endpoint})"]

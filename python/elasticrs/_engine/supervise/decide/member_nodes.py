@@ -152,7 +152,7 @@ class MemberNodes(SeveralNodes):
         if not is_own:
             cost = restart_cost(policy, begun.restarts, is_charged=is_charged)
             count = nodes(begun.ranks.group_world_size)
-            self._console.say(f"{why}; the workers of this node continue, {count} ({cost})")
+            self._console.say(f"{why}; the workers here continue, {count} ({cost})")
 
     def _tell_end(self, outcome: messages.Outcome) -> None:
         if self._node.group == "running" and self.signum is None:

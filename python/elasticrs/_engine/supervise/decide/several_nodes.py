@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from elasticrs._engine.process.console import Console
     from elasticrs._engine.supervise.attempt import Attempt
 
-_NOW = " (elasticctl stop --now kills them at once)"
+_NOW = " (at once: elasticctl stop --now)"
 
 _PHASES = {
     "succeeded": machine.Phase.SUCCEEDED,
@@ -227,14 +227,15 @@ class SeveralNodes(Decisions):
         elif ends_job is None and self._rendezvous.settings.drain == "job":
             what, reason = "the job ends (drain=job)", f"{name} to node {node_name()} (drain=job)"
         elif self.hosts_store:
-            what = "this node hosts the rendezvous store, so the job ends"
+            what = "the job ends with its store on this node"
             reason = f"{name} to node {node_name()}, which hosts the rendezvous store"
         else:
             what, ends_the_job, self.leaves = "this node leaves the job", False, True
             reason = f"elasticctl {event.order}" if event.order else name
         if self._group_exists and (event.now or not was_leaving):
             again = phrases.AGAIN if ends_job is None else _NOW if ends_job else ""
-            grace = f"{name} to the workers, SIGKILL in {self._job.shutdown_timeout:g} s{again}"
+            first = "" if ends_job is None else f"{name} to the workers, "
+            grace = f"{first}SIGKILL in {self._job.shutdown_timeout:g} s{again}"
             what += f"; {'SIGKILL to the workers' if event.now else grace}"
         source = f"{name} received" if ends_job is None else "elasticctl"
         self._console.say(f"{source}: {what}")

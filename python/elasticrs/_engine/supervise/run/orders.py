@@ -100,13 +100,16 @@ _NO_ROUND = (
 
 
 class Refused(Exception):  # noqa: N818 -- it is an answer
-    """Raised if the agent cannot carry out an order of ``elasticctl`` now. The text tells the user why, and
-    what to do. ``code`` is the exit code of ``elasticctl``.
+    """Raised if the agent cannot carry out an order of ``elasticctl`` now. The text tells the user why.
+
+    Args:
+        code: exit code of ``elasticctl``.
+        advice: what the user of ``elasticctl`` can do about it; the agent's console does not show it.
     """
 
-    def __init__(self, text: str, code: int = REFUSED) -> None:
+    def __init__(self, text: str, code: int = REFUSED, advice: str = "") -> None:
         super().__init__(text)
-        self.code = code
+        self.code, self.advice = code, advice
 
 
 class Orders:
@@ -187,7 +190,7 @@ class Orders:
             act()
         except Refused as reason:
             self._say(f"elasticctl: refused, because {reason}")
-            answer({"code": reason.code, "message": str(reason)})
+            answer({"code": reason.code, "message": f"{reason}{reason.advice}"})
         # An error in the code that carries out an order must not end the job.
         except Exception as error:
             self._say(f"elasticctl: the order has failed: {error!r}")
@@ -441,7 +444,8 @@ class Orders:
         deaf = sorted(ranks[rank] for rank in pids if can_take(pids[rank], signal.SIGUSR1) is False)
         if deaf:
             who = phrases.ranks_text(deaf, 8)
-            raise Refused(f"SIGUSR1 would kill {who}. A checkpoint on request needs one of these: {_WAYS}")
+            advice = f". A checkpoint on request needs one of these: {_WAYS}"
+            raise Refused(f"SIGUSR1 would kill {who}", advice=advice)
         if self._agent.holds(signal.SIGUSR1):
             raise Refused("SIGUSR1 is already being held back until all ranks have made the same step")
 
