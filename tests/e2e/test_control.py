@@ -95,7 +95,7 @@ def test_optimizer_steps_are_shown_without_a_hang_timeout(start, sockets, asked)
     )
     for worker in workers:
         assert worker["heartbeat"] is None
-        assert (worker["progress"]["step"], worker["progress"]["counts"]) == (1041, "optimizer")
+        assert (worker["progress"]["step"], worker["progress"]["counts"]) == (1041, "attempt")
         assert 0 <= worker["progress"]["age_seconds"] < procs.HANG
     sentence = asked("status")[1]
     assert ": running with 2 ranks for " in sentence

@@ -112,7 +112,7 @@ def test_the_last_step_is_that_of_keep_or_the_number_of_optimizer_steps(files):
     assert files.progress(1) is None
     with closing(Worker(files.places[1])) as worker:
         worker.put(0, {Agreed.OWNER: 5, Agreed.STEPS: 40, Agreed.TIME: 77})
-        assert files.progress(1) == Progress("optimizer", 40, 77)
+        assert files.progress(1) == Progress("attempt", 40, 77)
         worker.put(0, {Agreed.STEPS: 1 << 63})
         assert files.progress(1) is None
         worker.put(0, {Head.PID: 5})

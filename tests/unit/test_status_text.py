@@ -141,8 +141,8 @@ def told(rank, number, counts, age=0.25, **fields):
     [
         ("keep", "1", "9"),
         ("script", "1", "9"),
-        ("optimizer", "0", "9"),
-        ("optimizer", "1", "9 of this attempt"),
+        ("attempt", "0", "9"),
+        ("attempt", "1", "9 of this attempt"),
     ],
 )
 def test_steps_of_the_attempt_are_named_once_the_job_has_restarted(counts, attempt, expected):
@@ -153,7 +153,7 @@ def test_steps_of_the_attempt_are_named_once_the_job_has_restarted(counts, attem
 
 
 def test_a_step_of_keep_comes_before_those_of_the_attempt_and_may_have_no_age():
-    found = status([told(0, 7, "keep", None), told(1, 90, "optimizer", None)])
+    found = status([told(0, 7, "keep", None), told(1, 90, "attempt", None)])
     assert row(7, found)[5:7] == ("7", "-")
     assert ", step 7, 1 of " in sentence(found)
     assert remarks(found) == []

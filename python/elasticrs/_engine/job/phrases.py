@@ -155,10 +155,10 @@ def passed_on(signum: int, sent: Sequence[int], held: Sequence[int], patience: f
 
 
 def agreed(signum: int, step: int | None, why: str, waited: float, paused: float, deaf: Sequence[int]) -> str:
-    """Report that the ranks get a signal at the start of the same training step, after ``step`` steps of the
-    optimizer in this attempt. If ``step`` is ``None``, report that they get it at different steps, and why.
-    The signal was held back for ``waited`` seconds, while ranks stood still for up to ``paused`` seconds.
-    The local ranks ``deaf`` do not get the signal, because they have no handler for it.
+    """Report that the ranks get a signal at the start of the same training step, after ``step`` steps of this
+    attempt. If ``step`` is ``None``, report that they get it at different steps, and why. The signal was
+    held back for ``waited`` seconds, while ranks stood still for up to ``paused`` seconds. The local ranks
+    ``deaf`` do not get the signal, because they have no handler for it.
     """
     if step is None:
         return f"{signal_name(signum)} reaches the ranks at different steps{why and f', because {why}'}"

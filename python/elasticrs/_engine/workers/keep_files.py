@@ -46,8 +46,8 @@ class Progress(Value):
 
     Args:
         counts: what counts the steps. ``keep``: :class:`elasticrs.Keep`, across restarts. ``script``: the
-            script, which calls :func:`elasticrs.timer.heartbeat`. ``optimizer``: elasticrs counts the
-            optimizer's steps, from 0 in each attempt.
+            script, which calls :func:`elasticrs.timer.heartbeat`. ``attempt``: elasticrs, from 0 in each
+            attempt; see :mod:`elasticrs._engine.inside.boundary`.
         at_ns: time at which the step ended, in nanoseconds of the monotonic clock; 0 if unknown.
     """
 
@@ -190,7 +190,7 @@ class KeepFiles:
             step = _step(head[Head.RESTORED]) if ended is None else ended
             return None if step is None else Progress("keep", step, head[Head.ENDED_AT])
         owner, steps, at_ns, *_ = self.steps_of(local_rank)
-        return Progress("optimizer", steps, at_ns) if owner and 0 < steps <= _MAX_STEP else None
+        return Progress("attempt", steps, at_ns) if owner and 0 < steps <= _MAX_STEP else None
 
     def holding(self, local_rank: int, rank: int, world: int) -> Holding:
         """Return which steps a file contains. Call this after all processes of the attempt have exited."""

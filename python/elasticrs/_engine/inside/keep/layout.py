@@ -120,7 +120,7 @@ class Agreed:
     STATE = 65
     """Code of :class:`AgreedState`: what the worker is to do at the end of a step."""
     STEP = 66
-    """The chosen step: the number of optimizer steps after which the ranks get the signal."""
+    """The chosen step: the number of training steps after which the ranks get the signal."""
     SIGNAL = 67
     UNTIL = 68
     """Time until which the ranks wait for the signal, in nanoseconds of the monotonic clock."""
@@ -131,7 +131,7 @@ class Agreed:
     OWNER = 72
     """Pid of the worker process whose steps are counted. The worker writes this word and those after it."""
     STEPS = 73
-    """Number of optimizer steps that this process has completed."""
+    """Number of training steps that this process has completed."""
     TIME = 74
     """Time at which a step ended, in nanoseconds of the monotonic clock. If steps take more than a
     millisecond, this is the end of the last step, and otherwise that of a step up to 64 steps before.

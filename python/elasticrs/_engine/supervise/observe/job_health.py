@@ -480,7 +480,7 @@ def last_step(told: Progress | None, beat: _core.Heartbeat | None, now_ns: int) 
     before those of the attempt. ``told``: what the worker has written into its file in memory.
     """
     if beat is not None and beat.step is not None and (told is None or told.counts != "keep"):
-        told = Progress("optimizer" if beat.is_automatic else "script", beat.step, beat.at_ns)
+        told = Progress("attempt" if beat.is_automatic else "script", beat.step, beat.at_ns)
     if told is None:
         return None
     at_ns = max(told.at_ns, 0 if beat is None else beat.at_ns)

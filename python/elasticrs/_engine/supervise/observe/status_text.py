@@ -131,7 +131,7 @@ def _progress(worker: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _counts_attempt(progress: Mapping[str, Any]) -> bool:
     """Return true if the worker's steps are counted from 0 again after each restart."""
-    return progress.get("counts") == "optimizer"
+    return progress.get("counts") == "attempt"
 
 
 def last_step(status: Mapping[str, Any]) -> tuple[Mapping[str, Any], float | None]:

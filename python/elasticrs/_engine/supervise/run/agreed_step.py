@@ -86,7 +86,7 @@ class Delivery(Value):
     """How the agent has sent a signal to the workers.
 
     Args:
-        step: number of optimizer steps, since the start of the workers, after which all ranks got the signal.
+        step: number of training steps, since the start of the workers, after which all ranks got the signal.
             ``None`` if the ranks have not agreed on a step.
         why: why the ranks have not agreed on a step. Empty if they have, or if no rank needs that.
         waited: seconds for which the signal was held back.

@@ -510,7 +510,7 @@ def _has(value: Any, checks: Mapping[str, Check]) -> bool:
 
 _PROGRESS: dict[str, Check] = {
     "step": INT,
-    "counts": one_of("keep", "script", "optimizer"),
+    "counts": one_of("keep", "script", "attempt"),
     "age_seconds": optional(SPAN),
 }
 _WORKER: dict[str, Check] = {
