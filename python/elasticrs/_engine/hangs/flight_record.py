@@ -59,7 +59,7 @@ _MARK = object()
 DEFAULT_GROUP = "default_pg"
 """Torch's description of the default process group, which contains all ranks."""
 
-_NAMES = {
+NAMES = {
     "_all_gather_base": "all_gather",
     "all_gather_into_tensor": "all_gather",
     "_broadcast_oop": "broadcast",
@@ -325,7 +325,7 @@ class _Reader:
                 type(each) is str and len(each) <= MAX_NAME for each in dtypes
             ):
                 _fail("input_dtypes")
-            call = Call(_NAMES.get(operation, operation))
+            call = Call(NAMES.get(operation, operation))
             if call.operation in _SAME_ON_ALL_RANKS:
                 call = Call(call.operation, sum(map(prod, sizes)), tuple(dtypes))
             self._calls[key] = call

@@ -23,6 +23,11 @@ _DUMPS = ("_dump_fr_trace_json", "_dump_nccl_trace_json")
 _SIZES = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
 """Variables with the size of torch's recorder, of which the first that is set counts. 0 turns it off."""
 
+MAX_ARRIVALS = 1000
+"""Maximum number of collectives of one backend of which the document has the time of the call."""
+
+_ARRIVAL = ("profiling_name", "collective_seq_id", "op_id", "is_p2p", "time_created_ns")
+
 MAX_FRAMES = 48
 """Maximum number of frames of the main thread's stack. The innermost frames are kept."""
 
@@ -124,8 +129,9 @@ def flight_document() -> str:
     a line for each log.
 
     In the header, ``is_waiting`` is true if a collective is not complete, ``groups`` has the global ranks of
-    each process group by its name, and ``stack`` is the main thread's. If there is no log, the header has
-    ``no_record`` instead of the other two, the reason (a :class:`.NoRecord`).
+    each process group by its name, ``arrivals`` has the group and :data:`_ARRIVAL` of each call to a
+    collective, and ``stack`` is the main thread's. If there is no log, the header has only ``stack`` and
+    ``no_record``, the reason (a :class:`.NoRecord`).
     """
     import json
 
@@ -141,6 +147,11 @@ def flight_document() -> str:
         return without("off")
     try:
         records = [json.loads(dump(includeCollectives=True, onlyActive=False)) for dump in dumps]
+        arrivals = [
+            [*entry.get("process_group", ())[:1], *map(entry.get, _ARRIVAL)]
+            for record in records
+            for entry in record.get("entries", [])[-MAX_ARRIVALS:]
+        ]
         for record in records:
             record["entries"] = record.get("entries", [])[-MAX_ENTRIES:]
         used = [record for record in records if record["entries"]] or records[:1]
@@ -149,7 +160,7 @@ def flight_document() -> str:
             for each in used
             for entry in each["entries"]
         )
-        header = {"is_waiting": is_waiting, "groups": _groups(), "stack": _stack()}
+        header = {"is_waiting": is_waiting, "groups": _groups(), "arrivals": arrivals, "stack": _stack()}
         return "\n".join(json.dumps(line) for line in (header, *used))
     # Catch every exception, because these private functions of torch may change.
     except Exception:
