@@ -260,6 +260,51 @@ def test_the_ranks_of_all_nodes_are_shown_while_somebody_asks(nodes, sockets, as
     assert [agent.wait() for agent in job.agents] == [1, 1, 1]
 
 
+TRAINS = """
+import os, select, torch, torch.distributed as dist
+dist.init_process_group("gloo")
+rank, slow = dist.get_rank(), int(os.environ["SLOW"])
+for step in range(1 << 40):
+    select.select([], [], [], 0.02 if rank == slow else 0.005)  # work
+    dist.all_reduce(torch.ones(8))
+    if step == 100:
+        os.write(1, f"here {rank} {os.getpid()}.\\n".encode())
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.torch
+@pytest.mark.parametrize("slow", [3, -1])
+def test_a_slow_rank_is_named_on_all_nodes(nodes, asked, monkeypatch, slow):
+    for name, value in {"SLOW": str(slow), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}.items():
+        monkeypatch.setenv(name, value)
+    job = nodes("2", 2, source=TRAINS, nproc=2)
+
+    def told():
+        status = json.loads(asked("status", "--json", f"--job={job.agents[0].pid}")[1])
+        workers = [*status["workers"], *(each for other in status["others"] for each in other["workers"])]
+        return {each["rank"]: each for each in workers}
+
+    def is_known(workers):
+        found = [rank for rank, each in workers.items() if each["late"]]
+        return [each["has_recorder"] for each in workers.values()] == [True] * 4 and bool(found) == (
+            slow >= 0
+        )
+
+    workers = wait_until(told, is_known)
+    late = {rank: each["late"] for rank, each in workers.items() if each["late"]}
+    assert late.keys() == {slow} - {-1}
+    lines = asked("status", f"--job={job.agents[0].pid}")[1].splitlines()
+    assert [line.split(":")[0] for line in lines if " behind the others on n" in line] == [
+        f"rank {rank}" for rank in late
+    ]
+    if late:
+        assert (late[slow]["operation"], late[slow]["may_wait"]) == ("all_reduce", False)
+        assert 10 < late[slow]["lag_ms"] < 40
+    assert asked("stop", "--now", f"--job={job.agents[0].pid}")[0] == 0
+    assert [agent.wait() for agent in job.agents] == [1, 1]
+
+
 LOADS = """
 import os, signal
 from elasticrs._engine.inside.flight import answer_with_record

@@ -2,12 +2,16 @@
 
 import json
 from math import inf, nan
+from queue import SimpleQueue
 from types import SimpleNamespace
 
 import pytest
+from helpers.procs import HANG
 from helpers.said import says
 
 from elasticrs._engine.nodes.calls import RoundPlace
+from elasticrs._engine.supervise import hang_diagnosis
+from elasticrs._engine.supervise.run import orders
 from elasticrs._engine.supervise.run.orders import DONE, FAILED, REFUSED, USAGE, Orders
 from elasticrs._engine.supervise.state_machine import Phase
 
@@ -147,8 +151,9 @@ WORKER = {
     "exitcode": None,
     "was_stopped": False,
 }
-WORKER |= {"training": None, "progress": None}
+WORKER |= {"training": None, "progress": None, "late": None, "has_recorder": None}
 PROGRESS = {"step": 3, "counts": "keep", "age_seconds": 0.5}
+LATE = {"times": 9, "of": 10, "operation": "all_reduce", "lag_ms": 1.5, "may_wait": False}
 
 
 @pytest.mark.parametrize(
@@ -166,6 +171,11 @@ PROGRESS = {"step": 3, "counts": "keep", "age_seconds": 0.5}
         ({"was_stopped": 1}, False),
         ({"exitcode": "x"}, False),
         ({"exitcode": True}, False),
+        ({"late": LATE, "has_recorder": True}, True),
+        ({"late": {**LATE, "lag_ms": nan}}, False),
+        ({"late": {**LATE, "operation": "x" * 10_000}}, False),
+        ({"late": {}}, False),
+        ({"has_recorder": 0}, False),
         ({"progress": "x"}, False),
         ({"progress": {}}, False),
         ({"progress": {**PROGRESS, "step": None}}, False),
@@ -175,6 +185,7 @@ PROGRESS = {"step": 3, "counts": "keep", "age_seconds": 0.5}
 )
 def test_the_workers_of_another_node_are_shown_if_all_their_fields_are_right(change, is_shown):
     job = Job()
+    job.tracker.attempt.running = dict
     job.order(do="others")
     node = {"code": DONE, "node": "n1", "workers": [{**WORKER, **change}]}
     job.reply({1: node, 2: {"code": DONE, "node": "n2", "workers": [WORKER]}})
@@ -189,6 +200,7 @@ def test_the_workers_of_another_node_are_shown_if_all_their_fields_are_right(cha
 @pytest.mark.parametrize("workers", [None, {}, "x", [None], [[]]])
 def test_a_node_that_tells_no_list_of_workers_is_not_shown(workers):
     job = Job()
+    job.tracker.attempt.running = dict
     job.order(do="others")
     job.reply({1: {"code": DONE, "node": "n1", "workers": workers}, 2: {"node": 1, "workers": []}})
     assert [each["others"] for each in job.answers] == [[]]
@@ -199,3 +211,25 @@ def test_an_agent_without_workers_tells_the_others_that_it_has_none():
     job.tracker.attempt = None
     job.orders.take_call({"do": "ranks", "sender": "n1"}, job.answers.append)
     assert [(each["code"], each["workers"]) for each in job.answers] == [(DONE, [])]
+
+
+def test_late_ranks_are_looked_for_at_most_every_ten_seconds_and_once_more_in_another_attempt(monkeypatch):
+    job, looks, done = Job(), SimpleQueue(), SimpleQueue()
+    clock = [100.0]
+    monkeypatch.setattr(orders.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(hang_diagnosis, "look_for_late", lambda attempt, _: looks.put(attempt))
+    job.decisions.calls = None
+
+    def asks():
+        job.orders.ask_others(lambda: done.put(None))
+        done.get(timeout=HANG)
+        return looks.qsize()
+
+    assert [asks(), asks()] == [1, 1]
+    clock[0] += orders.LOOK_PERIOD
+    assert [asks(), asks()] == [2, 2]
+    job.tracker.attempt = SimpleNamespace(running=lambda: {0: 1}, agents_round=1)
+    assert [asks(), asks()] == [3, 3]
+    clock[0] += orders.LOOK_PERIOD
+    job.tracker.attempt.running = dict
+    assert asks() == 3

@@ -426,3 +426,28 @@ def test_a_silent_agent_is_told_with_what_ends_or_continues_it():
         procs.wait_state(agent.pid, "T")
         assert f"kill -CONT {agent.pid}" in why_silent(agent.pid)
         agent.send_signal(signal.SIGCONT)
+
+
+LATE = {"times": 41, "of": 50, "operation": "all_reduce", "lag_ms": 12.4, "may_wait": False}
+
+
+def test_a_late_rank_is_named_with_its_delay_and_the_command_that_tells_more():
+    found = status([worker(0), worker(1, late=LATE), worker(2, late=None)])
+    text = "12 ms (median) behind the others{} in 41 of 50 all_reduce{}; see elasticctl stacks --job 7"
+    assert remarks(found) == [f"rank 1: {text.format('', '')}"]
+    assert [row[0] for row in page({**found, "earlier_failures": []})["rows"]] == [".", "l", "."]
+    other = {"node": "gpu9", "group_rank": 1, "age_seconds": 1.0}
+    other["workers"] = [worker(3, late={**LATE, "may_wait": True})]
+    doubt = "; it may itself wait for another rank"
+    assert remarks(status([worker(0)], others=[other])) == [f"rank 3: {text.format(' on gpu9', doubt)}"]
+    # A job without progress has other reasons to be looked at, and a rank that has exited is not late.
+    hung = status([worker(1, late=LATE)], no_progress={"what": "no progress"})
+    assert remarks(hung) == ["no progress; see elasticctl stacks --job 7"]
+    assert "behind" not in str(remarks(status([worker(1, "EXITED", exitcode=0, late=LATE)])))
+
+
+def test_ranks_without_a_flight_recorder_are_named_because_they_cannot_be_found_late():
+    found = status([worker(rank, has_recorder=None if rank == 2 else False) for rank in range(4)])
+    (line,) = remarks(found)
+    assert line.startswith("ranks 0, 1, 3: cannot be seen if slow: torch's flight recorder is off")
+    assert remarks({**found, "state": "SUCCEEDED"}) == []

@@ -88,11 +88,10 @@ class Agent(NamedTuple):
             raise Problem(FAILED, f"{self.title}: no answer from the agent: {_why(error)}") from None
 
     def with_others(self, status: dict[str, Any]) -> dict[str, Any]:
-        """Add the ranks of the other nodes to a status. The agent asks those nodes' agents for them. If the
-        agent's loop is stuck, the status has only the ranks of this node. Raises :class:`Problem`.
+        """Add to a status which ranks are late, and the ranks of the other nodes. The agent asks those nodes'
+        agents for them. If the agent's loop is stuck, the status has only the ranks of this node. Raises
+        :class:`Problem`.
         """
-        if (status["group"] or {}).get("world_size", 1) == 1:
-            return status
         if not why_stuck(status):
             try:
                 answer = self._answer({"do": "others"})
@@ -101,7 +100,9 @@ class Agent(NamedTuple):
                 if not why_stuck(status):
                     raise
             else:
-                return {**status, "others": answer.get("others") or []}
+                late = {each["local_rank"]: each for each in answer.get("late") or ()}
+                workers = [{**worker, **late.get(worker["local_rank"], {})} for worker in status["workers"]]
+                return {**status, "workers": workers, "others": answer.get("others") or []}
         return {**status, "others": []}
 
     def stacks(self, status: dict[str, Any]) -> dict[str, Any]:

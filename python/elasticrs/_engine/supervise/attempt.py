@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from elasticrs._core import Heartbeat, WorkerExited, WorkerHung, WorkerReplaced
     from elasticrs._engine.gpus.xids import Xid
     from elasticrs._engine.hangs.culprits import Blame, Diagnosis
+    from elasticrs._engine.hangs.late import Look
     from elasticrs._engine.inside.keep.choice import Choice
     from elasticrs._engine.job.restart_policy import Cause, RestartSettings
     from elasticrs._engine.workers.keep_files import KeepFiles
@@ -60,6 +61,7 @@ class Attempt(EventLog):
         kept: training step to which the workers return at the start, and the copies of the training state
             that they restore; ``None`` if no worker has used ``Keep``.
         keep_files: the files into which the workers copy their training state.
+        look: result of the last search for workers that are late; ``None`` if nobody has asked.
     """
 
     def __init__(
@@ -93,6 +95,7 @@ class Attempt(EventLog):
         self.kept: Choice | None = None
         self.keep_files: KeepFiles | None = None
         self.paused: set[int] = set()
+        self.look: Look | None = None
 
     @property
     def world_size(self) -> int:

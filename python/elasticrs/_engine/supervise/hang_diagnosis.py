@@ -26,6 +26,7 @@ from elasticrs._engine.failures.failure import (
 from elasticrs._engine.hangs.culprits import decide, decide_failure, shows_waiting
 from elasticrs._engine.hangs.diagnose import RankEvidence, observe, telling
 from elasticrs._engine.hangs.flight_record import MAX_BYTES, MAX_NAME, NoRecord
+from elasticrs._engine.hangs.late import Look, arrivals_of, late_ranks
 from elasticrs._engine.hangs.node_evidence import decode, encode
 from elasticrs._engine.hangs.stacks import MAX_TEXT, Frame, abort, frame_of, merge, short, threads
 from elasticrs._engine.inside.flight import MAX_ENTRIES
@@ -178,14 +179,43 @@ def facts_of_running(attempt: Attempt, seconds: float) -> list[RankFacts]:
     crashes a busy process, because its handler reads frames while the interpreter changes them.
     """
     with _asking:
-        files = attempt.paths.error_files.items()
-        paths = [path for local_rank, path in files if path and local_rank not in attempt.exits]
-        requested = [flight_record_file(path) for path in paths if _is_requested(path)]
-        deadline, pause = time.monotonic() + seconds, _FIRST_PAUSE
-        while not all(map(os.path.lexists, requested)) and (left := deadline - time.monotonic()) > 0:
-            time.sleep(min(pause, left))
-            pause = min(2 * pause, _PAUSE)
+        _request(attempt, seconds)
         return _facts(attempt, has_stacks=False)
+
+
+def _request(attempt: Attempt, seconds: float) -> dict[int, str]:
+    """Ask this node's workers for their flight records. Wait for at most ``seconds``. Return the paths of the
+    records, by local rank.
+    """
+    files = attempt.paths.error_files.items()
+    paths = {local_rank: path for local_rank, path in files if path and local_rank not in attempt.exits}
+    requested = {
+        local_rank: flight_record_file(path) for local_rank, path in paths.items() if _is_requested(path)
+    }
+    deadline, pause = time.monotonic() + seconds, _FIRST_PAUSE
+    while not all(map(os.path.lexists, requested.values())) and (left := deadline - time.monotonic()) > 0:
+        time.sleep(min(pause, left))
+        pause = min(2 * pause, _PAUSE)
+    return requested
+
+
+def look_for_late(attempt: Attempt, seconds: float) -> Look:
+    """Ask this node's workers when they have called collectives, and find those that are late. Block for at
+    most ``seconds``, as in :func:`facts_of_running`.
+    """
+    with _asking:
+        paths = _request(attempt, seconds)
+        documents = {local_rank: _content(path, MAX_BYTES) for local_rank, path in paths.items()}
+    headers = {each: _header(document)[0] or {} for each, document in documents.items() if document}
+    told = {each: arrivals_of(header) for each, header in headers.items()}
+    off = {each for each, header in headers.items() if header.get("no_record") == NoRecord.OFF.value}
+    ranks = attempt.global_ranks()
+    late = late_ranks({ranks[each]: arrivals for each, arrivals in told.items() if arrivals is not None})
+    return Look(
+        time.monotonic(),
+        {each: late[rank] for each, rank in ranks.items() if rank in late},
+        {each: each not in off for each, arrivals in told.items() if each in off or arrivals is not None},
+    )
 
 
 class RunningRanks(Value):
@@ -393,13 +423,9 @@ def _with_record(found: RankEvidence, path: str, error_file: str) -> RankEvidenc
     if document is None:
         has_thread = os.path.lexists(flight_requests_file(error_file))
         return found._replace(records=NoRecord.LATE if has_thread else NoRecord.NO_TORCH, frames=())
-    first, *records = document.split(b"\n", _MAX_RECORDS)
     damaged = found._replace(records=NoRecord.DAMAGED, frames=())
-    try:
-        header = json.loads(first) if len(document) <= MAX_BYTES else None
-    except (ValueError, RecursionError):
-        return damaged
-    if type(header) is not dict:
+    header, records = _header(document)
+    if header is None:
         return damaged
     stack = header.get("stack", [])
     if type(stack) is not list or not all(map(_is_frame, stack)):
@@ -414,6 +440,16 @@ def _with_record(found: RankEvidence, path: str, error_file: str) -> RankEvidenc
     if type(groups) is not dict or not all(map(_is_group, groups.items())):
         return damaged
     return found._replace(records=tuple(records), groups=groups)
+
+
+def _header(document: bytes) -> tuple[dict[str, Any] | None, list[bytes]]:
+    """Split what a worker has written into the header (``None`` if it is invalid) and torch's records."""
+    first, *records = document.split(b"\n", _MAX_RECORDS)
+    try:
+        header = json.loads(first) if len(document) <= MAX_BYTES else None
+    except (ValueError, RecursionError):
+        return None, []
+    return (header if type(header) is dict else None), records
 
 
 def _is_frame(frame: object) -> bool:

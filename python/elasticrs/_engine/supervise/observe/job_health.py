@@ -38,6 +38,11 @@ if TYPE_CHECKING:
 SCHEMA = 1
 PROGRESS_LIMIT = 5.0
 """Seconds without a heartbeat of any worker after which the status says that there is no progress."""
+LOOK_AGE = 30.0
+"""Seconds for which the status shows the result of a search for late ranks. While a user watches the job, the
+agent searches every ten seconds.
+"""
+
 _TIME_TO_ASK = 5.0
 """The status requests flight records only if the hang timeout is more than this number of seconds away."""
 
@@ -137,6 +142,7 @@ class HealthObserver(Observer):
         # Publish the status again: failures of other nodes and time without progress cause no event here.
         changes = self._result is not None and (self._result.is_ending() or self._result.waits_for())
         self._is_stale |= self._job.is_multi_node or bool(changes) or self._no_progress is not None
+        self._is_stale |= attempt is not None and attempt.look is not None
         if attempt is not None and (attempt.shown_ranks(), self._budget()) != (
             self._ranks,
             self._shown_budget,
@@ -435,8 +441,19 @@ def workers_of(attempt: Attempt, progress: Mapping[int, dict[str, Any]]) -> list
             ),
             "training": None,
             "progress": progress.get(each.local_rank),
+            **late_of(attempt, each.local_rank),
         })  # fmt: skip
     return shown
+
+
+def late_of(attempt: Attempt | None, local_rank: int) -> dict[str, Any]:
+    """Return what a recent search for late workers has found about a worker."""
+    look = None if attempt is None else attempt.look
+    if look is None or time.monotonic() - look.at > LOOK_AGE:
+        return {"late": None, "has_recorder": None}
+    late = look.late.get(local_rank)
+    recorder = look.recorders.get(local_rank)
+    return {"late": None if late is None else late._asdict(), "has_recorder": recorder}
 
 
 def progress_of(attempt: Attempt, beats: Sequence[_core.Heartbeat]) -> dict[int, dict[str, Any]]:

@@ -216,6 +216,11 @@ def _weighed_remarks(status: Mapping[str, Any]) -> list[tuple[str, str]]:
     if cause is not None:
         found.append(("bad", f"cause: {cause}"))
     found += _odd_ranks(status)
+    workers = [worker for worker in all_workers(status) if worker["rank"] is not None]
+    unrecorded = [worker["rank"] for worker in workers if worker.get("has_recorder") is False]
+    if unrecorded and not has_ended:
+        why = "torch's flight recorder is off (TORCH_FR_BUFFER_SIZE) or missing"
+        found.append(("note", f"{ranks_text(unrecorded, 8)}: cannot be seen if slow: {why}"))
     slowest = status["slowest"]
     if slowest and not has_ended:
         rates = f"{slowest['rate']:.2f} steps/s (median {slowest['median']:.2f})"
@@ -247,14 +252,15 @@ LETTERS = {
     ".": "running",
     "n": "no progress",
     "b": "steps behind",
+    "l": "late in collectives",
     "p": "stopped by a signal",
     "x": "exited",
     "s": "stopped by elasticrs",
     "F": "failed",
 }
 """The letters that stand for the states of ranks where there is no room for words."""
-_MOST_URGENT = "Fpxbsn."
-_WEIGHTS = {"b": "warn", "p": "warn", "x": "note", "s": "note", "F": "bad"}
+_MOST_URGENT = "Fpxbsln."
+_WEIGHTS = {"b": "warn", "l": "warn", "p": "warn", "x": "note", "s": "note", "F": "bad"}
 
 
 def _looks(status: Mapping[str, Any], workers: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
@@ -276,8 +282,19 @@ def _looks(status: Mapping[str, Any], workers: Sequence[Mapping[str, Any]]) -> l
             look = "p", f"stopped by a signal; kill -CONT {worker['pid']}{where} continues it"
         elif step is not None and step < (others := most[_counts_attempt(told), worker["told_seconds"]]) - 1:
             look = "b", f"{others - step:,} steps behind the others"
+        elif worker.get("late") and normal == ".":
+            look = "l", _lateness(worker, status)
         found.append(look)
     return found
+
+
+def _lateness(worker: Mapping[str, Any], status: Mapping[str, Any]) -> str:
+    late = worker["late"]
+    where = f" on {printable(str(worker['node']))}" if _shows_nodes(status) else ""
+    what = f"{late['times']:,} of {late['of']:,} {printable(str(late['operation']), 40)}"
+    see = f"see elasticctl stacks --job {status['agent']['pid']}"
+    doubt = "; it may itself wait for another rank" if late["may_wait"] else ""
+    return f"{late['lag_ms']:.0f} ms (median) behind the others{where} in {what}{doubt}; {see}"
 
 
 def _most_steps(workers: Sequence[Mapping[str, Any]]) -> dict[tuple[bool, float], int]:

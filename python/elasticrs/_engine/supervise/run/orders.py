@@ -78,6 +78,12 @@ CALL_LIMIT = 3.0
 OTHERS_PERIOD = 2.0
 """Minimum seconds between two requests to the other nodes' agents for the states of their ranks."""
 
+LOOK_PERIOD = 10.0
+"""Minimum seconds between two searches for late ranks, because each pauses the workers for some 0.03 s."""
+
+LOOK_LIMIT = 1.0
+"""Maximum seconds that a search for late ranks waits for the workers."""
+
 MOST_ASKED = 1000
 """Maximum number of other nodes whose agents are asked for their ranks' states. With more, none is asked."""
 
@@ -130,6 +136,7 @@ class Orders:
         self._node = os.uname().nodename
         self._known = _Known(0, float("-inf"), [])
         self._waiting: list[Callable[[], None]] | None = None
+        self._looked: tuple[Attempt | None, float] = None, float("-inf")
         self._actions: dict[str, Action] = {
             "stop": self._stop,
             "restart": self._restart,
@@ -281,8 +288,10 @@ class Orders:
 
     def ask_others(self, take: Callable[[], None] = lambda: None) -> None:
         """Ask the other nodes' agents for the states of their ranks, unless they have answered within the
-        last two seconds. ``take`` is called, perhaps at once, when :meth:`others` returns the new answers.
+        last two seconds, and then look for late ranks of this node. ``take`` is called, perhaps at once or on
+        another thread, when :meth:`others` returns the new answers and ``Attempt.look`` is new.
         """
+        take = partial(self._look, take)
         attempt, calls = self._tracker.attempt, self._decisions.calls
         is_fresh = self._is_of_now(self._known) and time.monotonic() - self._known.at < OTHERS_PERIOD
         others = [] if attempt is None or calls is None else calls.others()
@@ -307,15 +316,51 @@ class Orders:
         for take in waiting or ():
             take()
 
+    def _look(self, take: Callable[[], None]) -> None:
+        """Look for late ranks of this node on another thread, unless that was done within the last ten
+        seconds. Then call ``take``.
+        """
+        attempt, now = self._tracker.attempt, time.monotonic()
+        is_due = self._looked[0] is not attempt or now - self._looked[1] >= LOOK_PERIOD
+        if attempt is None or not attempt.running() or not is_due:
+            take()
+            return
+        self._looked = attempt, now
+
+        def look() -> None:
+            from elasticrs._engine.supervise.hang_diagnosis import look_for_late
+
+            try:
+                attempt.look = look_for_late(attempt, LOOK_LIMIT)
+            finally:
+                take()
+
+        FileAccess().begin(look)
+
     def _tell_others(self, _order: dict[str, Any], answer: Answer) -> None:
-        self.ask_others(lambda: answer({"code": DONE, "message": "", "others": self.others()}))
+        from elasticrs._engine.supervise.observe.job_health import late_of
+
+        attempt = self._tracker.attempt
+        ranks = () if attempt is None else attempt.running()
+
+        def tell() -> None:
+            late = [{"local_rank": rank, **late_of(attempt, rank)} for rank in ranks]
+            answer({"code": DONE, "message": "", "others": self.others(), "late": late})
+
+        self.ask_others(tell)
 
     def _tell_ranks(self, _order: dict[str, Any], answer: Answer) -> None:
-        from elasticrs._engine.supervise.observe.job_health import progress_of, workers_of
+        from elasticrs._engine.supervise.observe.job_health import late_of, progress_of, workers_of
 
         attempt, beats = self._tracker.attempt, self._tracker.supervisor.heartbeats()
         workers = [] if attempt is None else workers_of(attempt, progress_of(attempt, beats))
-        answer({"code": DONE, "node": self._node, "workers": workers})
+
+        def tell() -> None:
+            for worker in workers:
+                worker.update(late_of(attempt, worker["local_rank"]))
+            answer({"code": DONE, "node": self._node, "workers": workers})
+
+        self._look(tell)
 
     # --- drain ---
 
@@ -513,6 +558,7 @@ _PROGRESS: dict[str, Check] = {
     "counts": one_of("keep", "script", "attempt"),
     "age_seconds": optional(SPAN),
 }
+_LATE: dict[str, Check] = {"times": COUNT, "of": COUNT, "operation": NAME, "lag_ms": SPAN, "may_wait": FLAG}
 _WORKER: dict[str, Check] = {
     "rank": optional(COUNT),
     "local_rank": COUNT,
@@ -522,6 +568,8 @@ _WORKER: dict[str, Check] = {
     "exitcode": optional(WHOLE),
     "was_stopped": FLAG,
     "progress": optional(lambda value: _has(value, _PROGRESS)),
+    "late": optional(lambda value: _has(value, _LATE)),
+    "has_recorder": optional(FLAG),
 }
 _NODE: dict[str, Check] = {"node": NAME, "workers": list_of(lambda value: _has(value, _WORKER), MAX_ANSWER)}
 _DELIVERY: dict[str, Check] = {"ranks": COUNT, "step": optional(INT), "why": TEXT, "waited": SPAN}
@@ -532,8 +580,9 @@ def _node(told: Mapping[str, Any]) -> dict[str, Any]:
     workers = []
     for each in told["workers"]:
         worker = {name: each[name] for name in _WORKER}
-        if worker["progress"] is not None:
-            worker["progress"] = {name: worker["progress"][name] for name in _PROGRESS}
+        for name, checks in (("progress", _PROGRESS), ("late", _LATE)):
+            if worker[name] is not None:
+                worker[name] = {field: worker[name][field] for field in checks}
         workers.append({**worker, "training": None})
     return {"node": told["node"], "workers": workers}
 
