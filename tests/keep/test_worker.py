@@ -653,6 +653,20 @@ keep = Keep(net=net, replicated=True)
 """
 
 
+def test_the_first_periodic_copy_does_not_wait_for_the_memory_of_the_second(agent):
+    agent.begin()
+    with agent.worker(preamble=model(every=2)) as worker:
+        worker.run("import threading; from elasticrs._engine.inside.keep import file, keeper")
+        worker.run("gate, real, seen = threading.Event(), file.SlotRegion.reserve, []")
+        state = "keeper._active._copier._is_copied.is_set()"
+        slow = f"(seen or gate.wait(), seen.append({state}), real(*each))[-1]"
+        worker.run(f"file.SlotRegion.reserve = lambda *each: {slow}")
+        worker.run("train(1); train(2)")
+        worker.run("gate.set(); keeper._active._copier.wait_until_complete(60)")
+        assert worker.run("seen") == [False, True]
+        worker.kill()
+
+
 def test_a_value_that_the_program_changes_in_place_is_kept_as_it_is_now(agent):
     agent.begin()
     with agent.worker(preamble=EXTRA) as worker:
