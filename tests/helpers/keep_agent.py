@@ -204,6 +204,7 @@ class KeepAgent:
                 "ranks": self.world,
                 "at_death": 1,
                 "lost": 0,
+                "readable": None,
                 "memory": 1 << 30,
                 "grace": 10,
             }

@@ -191,7 +191,7 @@ def keep(file, step, data, index=b"index"):
 
 def test_the_agent_reads_on_which_step_the_nodes_have_agreed():
     facts = {"step": 17, "exact": False, "behind": [1], "why": "because\n", "kept_by": [0], "ranks": 2}
-    facts |= {"at_death": 1, "lost": 0}
+    facts |= {"at_death": 1, "lost": 0, "readable": None}
     with keep_files(1) as files:
         files.begin({}, {0: {"rank": "0"}}, None)
         assert files.agreed() is None
@@ -505,3 +505,6 @@ def test_shards_of_other_nodes_are_loaded_with_another_number_of_ranks(launch, w
     loaded = said(job, "LOADED")
     assert len(loaded) == (3 if how == "joins" else 1)
     assert set(loaded) <= set(said(job, "AT"))
+    step = loaded[0].partition(" ")[0]
+    assert any(f"can load step {step} with keep.reader()" in agent.stderr for agent in job)
+    assert not any("without kept state" in agent.stderr for agent in job)

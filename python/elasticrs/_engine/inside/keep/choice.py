@@ -157,6 +157,7 @@ class Choice(Value):
         why_copied: why the ranks copied this step, such as a failure or a stop: a code of :class:`.Why`.
         is_replicated: true if all ranks have the same state, so that any rank's copy serves all of them.
         why: why no step, or no newer one, can be restored. Empty if no step is lost or no rank uses ``Keep``.
+        readable: step that ``Keep.reader`` can load instead, if ``step`` is ``None``; ``None`` if there is none.
         folder: folder on a disk in which this step is saved; empty if it is in memory only.
         has_folder: true if the job has the option ``--keep-save``, also if nothing could be saved there.
     """
@@ -171,6 +172,7 @@ class Choice(Value):
     why_copied: int = Why.PERIODIC
     is_replicated: bool = False
     why: str = ""
+    readable: int | None = None
     folder: str = ""
     has_folder: bool = False
 
@@ -203,6 +205,7 @@ class Choice(Value):
             "ranks": self.ranks,
             "at_death": self.why_copied,
             "lost": self.lost,
+            "readable": self.readable,
         }
 
     @staticmethod
@@ -210,9 +213,10 @@ class Choice(Value):
         """Convert what a worker has written as the result of :meth:`facts` to a choice without ``sources``.
         Raises ``ValueError``, ``TypeError`` or ``KeyError`` if the worker has written something else.
         """
-        step = facts["step"]
+        step, readable = (None if facts[name] is None else _whole(facts[name]) for name in ("step", "readable"))
         return Choice(
-            None if step is None else _whole(step),
+            step,
+            readable=readable,
             behind=tuple(map(_whole, facts["behind"])),
             kept_by=tuple(map(_whole, facts["kept_by"])),
             ranks=_whole(facts["ranks"]),
@@ -239,6 +243,8 @@ class Choice(Value):
 
     def line(self) -> str:
         """Describe this choice after ``attempt 1 is running,``. A worker may still refuse to restore it."""
+        if self.step is None and self.readable is not None:
+            return f"can load step {self.readable} with keep.reader(){self._reason}"
         if self.step is None:
             return f"without kept state{self._reason}"
         return f"can continue at {self.described(self.folder)}"

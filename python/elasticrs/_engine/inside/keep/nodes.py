@@ -342,7 +342,7 @@ def chosen(found: Sequence[Mapping[str, Any]], world: int) -> dict[str, Any]:
     if choice.step is None and (old := choose_for(ranks)).step is not None:
         # As many ranks as before could restore this step. So the reader can load it with another number.
         copies = [[*places[rank], *slot] for rank, *slot in (old.sources[each] for each in range(ranks))]
-        nothing["reader"] = [old.step, copies]
+        nothing |= {"reader": [old.step, copies], "readable": old.step}
     elif choice.step is None and not why and any(each.get("saved") for each in found):
         return {**nothing, **_saved_facts(found, 0 if before is None else before[1])}
     if choice.step is None or why:

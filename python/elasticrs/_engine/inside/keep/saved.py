@@ -86,7 +86,7 @@ class Saved(Value):
         old = self.saved.ranks
         if world != old and not self.saved.is_replicated:
             why = f"{old} ranks saved step {self.step}, now there are {world}, and each saved only its part"
-            return Choice(ranks=old, why=f"{why} in {self.name}")
+            return Choice(ranks=old, why=f"{why} in {self.name}", readable=self.step)
         behind = (*(rank for rank in self.saved.behind if rank < world), *range(old, world))
         lost = max(self.saved.lost, ended - self.step)
         return self.saved.replaced(behind=behind, lost=lost, why="", folder=self.name)

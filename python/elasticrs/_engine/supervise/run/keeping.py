@@ -244,7 +244,7 @@ class Keeping:
         if found is not None:
             self._awaits_agreement = False
             attempt.kept = found
-            verb = "continues " if found.step is None else ""
+            verb = "continues " if found.step is None and found.readable is None else ""
             if not self._has_rank_0_begun(self.files):
                 self._say(f"keep: the job {verb}{found.line()}")
         return found is None
