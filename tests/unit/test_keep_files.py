@@ -2,8 +2,10 @@
 
 import json
 import os
+import re
 import zlib
 from contextlib import closing
+from pathlib import Path
 
 import pytest
 from helpers.keep_agent import keep_files
@@ -15,6 +17,8 @@ from elasticrs._engine.inside.keep.choice import Holding, KeptSlot
 from elasticrs._engine.inside.keep.layout import Agreed, Answer, Head, Mode, Slot, SlotState, Why
 from elasticrs._engine.workers import plan
 from elasticrs._engine.workers.keep_files import MAX_RECORD, Progress
+
+ROOT = Path(__file__).resolve().parents[2]
 
 RING, FIRST, SECOND = layout.REGIONS_AT, layout.REGIONS_AT + 4096, layout.REGIONS_AT + 4096 + 16384
 TABLE = [RING, 4096, FIRST, 16384, SECOND, 16384]
@@ -73,6 +77,20 @@ def holding(files):
 
 def test_agent_and_worker_use_the_same_variable():
     assert plan.KEEP == layout.VARIABLE
+
+
+def test_the_health_server_reads_the_words_that_workers_write():
+    source = (ROOT / "crates/elasticrs-health/src/steps.rs").read_text(encoding="utf-8")
+    found = {name: int(number) for name, number in re.findall(r"const (\w+): usize = (\d+);", source)}
+    assert found == {
+        "WORD": layout.WORD,
+        "WORDS": Agreed.END,
+        "KEEP_PID": Head.PID,
+        "KEPT": Head.ENDED,
+        "RESTORED": Head.RESTORED,
+        "OWNER": Agreed.OWNER,
+        "STEPS": Agreed.STEPS,
+    }
 
 
 def test_a_file_without_a_worker_holds_nothing(files):
