@@ -618,8 +618,10 @@ def test_a_damaged_copy_of_a_partner_is_dropped_when_another_node_wants_to_resto
         with pytest.raises(ConnectionError):
             nodes.take_copy(offer, copy, new, 1 << 30)
         assert theirs.slots[number].complete_step is None
-        wait_until(lambda: said)
-        assert "the checksum is wrong" in said[0]
+        assert theirs.words[Head.DAMAGED] == step + 1
+        wait_until(lambda: len(said) == 2)
+        assert f"step {step} in the memory of this node" in said[0]
+        assert "the checksum is wrong" in said[1]
         new.close()
 
 

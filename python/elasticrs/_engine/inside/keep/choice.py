@@ -157,7 +157,7 @@ class Choice(Value):
         why_copied: why the ranks copied this step, such as a failure or a stop: a code of :class:`.Why`.
         is_replicated: true if all ranks have the same state, so that any rank's copy serves all of them.
         why: why no step, or no newer one, can be restored. Empty if no step is lost or no rank uses ``Keep``.
-        readable: step that ``Keep.reader`` can load instead, if ``step`` is ``None``; ``None`` if there is none.
+        readable: step that ``Keep.reader`` can load, if ``step`` is ``None``; ``None`` if there is none.
         folder: folder on a disk in which this step is saved; empty if it is in memory only.
         has_folder: true if the job has the option ``--keep-save``, also if nothing could be saved there.
     """
@@ -213,7 +213,8 @@ class Choice(Value):
         """Convert what a worker has written as the result of :meth:`facts` to a choice without ``sources``.
         Raises ``ValueError``, ``TypeError`` or ``KeyError`` if the worker has written something else.
         """
-        step, readable = (None if facts[name] is None else _whole(facts[name]) for name in ("step", "readable"))
+        numbers = facts["step"], facts["readable"]
+        step, readable = (None if each is None else _whole(each) for each in numbers)
         return Choice(
             step,
             readable=readable,

@@ -27,7 +27,7 @@ from elasticrs._engine.inside.keep.layout import Head, Slot
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
     from typing import Any
 
     from elasticrs._engine.inside.keep.file import SlotRegion
@@ -127,10 +127,7 @@ def _check_copies(plan: Mapping[str, Any], facts: dict[str, Any]) -> None:
     """Delete the damaged copies of this node, because a rank has found one in the attempt before. Also delete
     them from ``facts``, which this node publishes.
     """
-    from elasticrs._engine.inside.keep.restore import deleted_text, drop_damaged
-
-    if steps := drop_damaged([*plan["files"], *plan["partner_files"]]):
-        say(deleted_text(steps))
+    _drop_damaged([*plan["files"], *plan["partner_files"]], say)
 
     def intact(place: str, record: Mapping[str, Any], first: int) -> dict[str, Any]:
         file, holding = KeepFile(place), record["holding"]
@@ -148,6 +145,14 @@ def _check_copies(plan: Mapping[str, Any], facts: dict[str, Any]) -> None:
         [intact(place, record, layout.SLOTS) for record in records]
         for place, records in zip(plan["partner_files"], plan["partners"], strict=False)
     ] or plan["partners"]
+
+
+def _drop_damaged(places: Iterable[str], tell: Callable[[str], None]) -> None:
+    """Delete the damaged copies in some files. ``tell`` writes a line about it for the user."""
+    from elasticrs._engine.inside.keep.restore import deleted_text, drop_damaged
+
+    if steps := drop_damaged(places):
+        tell(deleted_text(steps))
 
 
 def tell_off(reason: str, name: str) -> None:
@@ -535,10 +540,8 @@ def _offer(
                 checked.add(known)
             is_damaged = part == "checked" and known not in checked
             if is_damaged or (part == "head" and is_of_partner and not is_intact(slot)):
-                # Delete the damaged copies. Their own rank cannot find them, because it is on another node.
-                for each in slots[layout.SLOTS if is_of_partner else 0 :]:
-                    if each.complete_step is not None and not is_intact(each):
-                        each.drop()
+                # Delete all damaged copies. Their own rank cannot find them if it is on another node.
+                _drop_damaged((file.place for file in files), tell)
                 raise ValueError("the checksum is wrong")
         private, words, index = slot.read_only()
         data = memoryview(private)[words[Slot.DATA_AT] :][: words[Slot.DATA_LENGTH]]
