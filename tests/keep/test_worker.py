@@ -398,6 +398,7 @@ def test_damaged_copy_is_not_restored(programs, world, part):
             code, said = worker.end()
         assert code == world - 1
         assert "its checksum is wrong" in said
+        assert "next" not in said  # This may be the last attempt.
         assert step_of(agent) is None
 
 

@@ -427,7 +427,7 @@ class Keeper:
                 # If this rank went on from another step than the others, the training would go wrong.
                 kind = DamagedCopyError if isinstance(error, restore.DamagedError) else RuntimeError
                 raise kind(
-                    f"elasticrs: keep: {text}. This attempt ends, and the next one goes on without this copy"
+                    f"elasticrs: keep: {text}. This attempt ends, and a restart does not use this copy"
                 ) from error
             self._plan = self._plan_without_damage(plan, other)
             if self._plan["step"] is None:
@@ -594,7 +594,7 @@ class Keeper:
             others = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
             raise RuntimeError(
                 f"elasticrs: keep: this rank has {own}, but {others} did not do the same, so the result would"
-                " be wrong. This attempt ends, and the next one goes on without the kept state"
+                " be wrong. This attempt ends, and a restart does not use the kept state"
             )
 
     @_guarded
