@@ -134,6 +134,30 @@ def test_only_the_descendants_of_the_dead_worker_are_killed(launch, worker_scrip
             os.close(fd)
 
 
+def test_stacks_and_flight_records_of_a_replaced_worker_are_set_aside(launch, worker_script, tmp_path):
+    script = worker_script("""
+        import ctypes, os, signal
+        error_file, rank = os.environ["TORCHELASTIC_ERROR_FILE"], os.environ["RANK"]
+        os.write(1, f"FOUND {os.path.exists(error_file + '.flight_dump_' + rank)} {os.getpid()}\\n".encode())
+        for name in (".flight", ".flight_at_exit", f".flight_dump_{rank}"):
+            open(error_file + name, "w").close()
+        if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+            ctypes.string_at(0)
+        os.kill(os.getpid(), signal.SIGSEGV)
+    """)
+    options = ("--max-restarts=1", "--on-failure=replace", f"--log-dir={tmp_path}/logs")
+    job = launch(*options, script).exits(1)
+    (_, pid), _ = found = re.findall(r"FOUND (\w+) (\d+)", job.stdout)
+    assert [is_there for is_there, _ in found] == ["False", "False"]
+    names = [
+        f"of_{pid}_error.json{end}" for end in (".fault", ".flight", ".flight_at_exit", ".flight_dump_0")
+    ]
+    files = {path.name: path for path in (tmp_path / "logs").glob("*/attempt_0/0/*")}
+    assert set(names) <= files.keys()
+    assert "string_at" in files[names[0]].read_text()
+    assert "string_at" not in job.stderr
+
+
 def test_the_job_fails_with_the_last_failure_if_no_restart_is_left(launch, worker_script):
     script = worker_script("""
         import os, signal

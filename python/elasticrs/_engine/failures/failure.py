@@ -116,6 +116,21 @@ def error_file_of(error_file: str, pid: int) -> str:
     return os.path.join(folder, f"of_{pid}_{name}")
 
 
+def set_aside(error_file: str, kept: str, rank: int) -> None:
+    """Rename a worker's error file to ``kept``, and rename its flight records and its file for faults in the
+    same way, so that they are not taken for those of the worker that replaces it.
+    """
+    for path, to in (
+        (error_file, kept),
+        (fault_file(error_file), fault_file(kept)),
+        (flight_record_file(error_file), flight_record_file(kept)),
+        (last_record_file(error_file), last_record_file(kept)),
+        (f"{flight_dumps(error_file)}{rank}", f"{flight_dumps(kept)}{rank}"),
+    ):
+        if os.path.exists(path):
+            os.rename(path, to)
+
+
 def last_bytes(path: str, limit: int) -> bytes:
     """Return the last bytes of a file, at most ``limit``; no bytes if the file cannot be read."""
     try:

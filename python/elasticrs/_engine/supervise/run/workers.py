@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from functools import partial
 
 from elasticrs import _core
-from elasticrs._engine.failures.failure import error_file_of, fault_file, flight_dumps, hang_file
+from elasticrs._engine.failures.failure import error_file_of, fault_file, flight_dumps, hang_file, set_aside
 from elasticrs._engine.job.config import UsageError, hang_limits
 from elasticrs._engine.job.value import Value
 from elasticrs._engine.process.console import wants_colour
@@ -253,22 +253,18 @@ def prepare_replacement(
     setup, paths = workers.setup, attempt.paths
     own = attempt.variables[local_rank]
     own["TORCHELASTIC_RESTART_COUNT"] = str(restarts)
+    before = own["RANK"]
     # Nodes may have joined or left since the start of the attempt.
     own.update(rank_variables(attempt.plan.ranks[local_rank]))
     own.update(_member(attempt.plan, local_rank))
     error_file = paths.error_files.get(local_rank)
     if error_file:
         kept = error_file_of(error_file, attempt.pids[local_rank])
-        attempt.files.run(partial(_set_aside, error_file, kept), None)
+        attempt.files.run(partial(set_aside, error_file, kept, int(before)), None)
     streams = [each for each in _streams(setup, attempt) if each.local_rank == local_rank]
     if streams:
         supervisor.follow(streams)
     return workers.replacement(paths, local_rank, {**setup.environ, **own})
-
-
-def _set_aside(path: str, kept: str) -> None:
-    if os.path.exists(path):
-        os.rename(path, kept)
 
 
 def _member(plan: Plan, local_rank: int) -> dict[str, str]:
