@@ -24,7 +24,8 @@ LIMIT = 60
 """Seconds after which a test gives up."""
 
 FORKING = """
-import atexit, gc, json, os, signal, socket, sys, threading, torch
+import atexit, ctypes, gc, json, os, signal, socket, sys, threading, torch
+ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER
 torch.set_num_threads(1)
 from elasticrs import Keep
 import elasticrs._engine.inside.keep.keeper, numpy
@@ -35,18 +36,25 @@ requests = socket.socket(fileno=int(sys.argv[1]))
 gc.collect()
 gc.freeze()
 requests.send(b"ready")
-ended = None
+workers = set()
 while True:
     message, files, _, _ = socket.recv_fds(requests, 65536, 3)
     if not message:
         os._exit(0)
     names = json.loads(message)
     if isinstance(names, int):
-        requests.send(json.dumps(os.waitstatus_to_exitcode(os.waitpid(names, 0)[1])).encode())
+        code = os.waitstatus_to_exitcode(os.waitpid(names, 0)[1])
+        workers.discard(names)
+        with open(f"/proc/self/task/{os.getpid()}/children") as file:
+            orphans = {*map(int, file.read().split())} - workers
+        for each in orphans:  # A worker that was killed during a copy had a helper, which dies with it.
+            os.waitpid(each, 0)
+        requests.send(json.dumps(code).encode())
         continue
     pid = os.fork()
     if not pid:
         break
+    workers.add(pid)
     for each in files:
         os.close(each)
     requests.send(json.dumps(pid).encode())
