@@ -29,7 +29,7 @@ def simulate(programs, backend="nccl"):
     """
     ranks = {number: Rank(number) for number in programs}
     arrived = {}
-    groups = {number: {} for number in programs}
+    groups = {number: {"0": list(WORLD)} for number in programs}
     is_moving = True
     while is_moving:
         is_moving = False
@@ -195,11 +195,18 @@ def test_the_ranks_of_a_pipeline_are_not_named(backend):
     assert named(simulate(programs(), backend)).keys() == {0}
 
 
-def test_a_group_of_gloo_that_is_never_called_may_be_one_for_sends():
-    headers = job(data_parallel, {3}, backend="gloo")
-    assert named(headers).keys() == {3}
+@pytest.mark.parametrize("backend", ["nccl", "gloo"])
+def test_a_group_of_gloo_that_is_never_called_may_be_one_for_sends(backend):
+    headers = job(data_parallel, {3}, backend=backend)
+    assert {rank: late.may_wait for rank, late in named(headers).items()} == {3: False}
     headers[3]["groups"]["pp"] = [2, 3]
-    assert named(headers) == {}
+    assert named(headers).keys() == ({3} if backend == "nccl" else set())
+
+
+@pytest.mark.parametrize("backend", ["nccl", "gloo"])
+def test_a_default_group_of_gloo_that_is_never_called_leaves_a_doubt(backend):
+    headers = job(mesh, {3}, backend=backend)
+    assert {rank: late.may_wait for rank, late in named(headers).items()} == {3: backend == "gloo"}
 
 
 @pytest.mark.parametrize("steps", [FEWEST, 3])

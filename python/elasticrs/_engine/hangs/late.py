@@ -6,7 +6,8 @@ The times are compared only between ranks of one node, because the clocks of nod
 - **LATE-1** A rank is not late if its delay may come from another rank of the node. So a late rank takes part
   in no send or receive. In each of its other process groups that delays only some of the ranks with which the
   rank is compared, no member waits less than it. If the calls of a member of such a group are unknown, for
-  example because it runs on another node, ``may_wait`` is true.
+  example because it runs on another node, ``may_wait`` is true. It is also true if the rank may have
+  sends and receives that are unknown.
 - **LATE-2** For any header, :func:`arrivals_of` returns values of the declared types, or ``None``.
 - **LATE-3** The result does not depend on the order of the ranks.
 """
@@ -53,6 +54,8 @@ class Arrivals(NamedTuple):
     calls: Mapping[Group, Mapping[int, Call]]
     has_transfers: bool
     """True if the rank may have waited for a peer in a send or receive."""
+    may_have_transfers: bool
+    """True if the default group has no calls. It may have sends and receives, because gloo records none."""
 
 
 class Late(NamedTuple):
@@ -63,7 +66,7 @@ class Late(NamedTuple):
     lag_ms: float
     """Median of the milliseconds by which the rank was later than the median of the others."""
     may_wait: bool
-    """True if the rank may be late because it waits for a rank whose calls are unknown."""
+    """True if the rank may be late because of a wait in a call that is unknown."""
 
 
 class Look(NamedTuple):
@@ -101,11 +104,14 @@ def _parsed(rows: Sequence[Any], members: Mapping[str, Sequence[int]]) -> Arriva
             # gloo records no sends and receives, but counts them in the numbers of operations.
             transfers.setdefault(group, set()).add(number(op_id) - seq)
     has_transfers |= any(len(numbers) > 1 for numbers in transfers.values())
+    unused: list[str] = []
     if transfers.keys() == calls.keys():
-        # All calls were to gloo. Without a call, a group may have had sends and receives only.
+        # All calls were to gloo. The default group always exists. Any other group that the program has made,
+        # but never calls, is probably one for sends and receives.
         called = {name for _, name, _ in calls}
-        has_transfers |= any(len(ranks) > 1 and name not in called for name, ranks in members.items())
-    return Arrivals(calls, has_transfers)
+        unused = [name for name, ranks in members.items() if len(ranks) > 1 and name not in called]
+    default = next(iter(members), "")
+    return Arrivals(calls, has_transfers or unused not in ([], [default]), default in unused)
 
 
 def late_ranks(ranks: Mapping[int, Arrivals]) -> dict[int, Late]:
@@ -126,7 +132,8 @@ def late_ranks(ranks: Mapping[int, Arrivals]) -> dict[int, Late]:
                 _waits_least(rank, theirs, late.lag_ms * 1e6) for _, theirs in others
             )
             if is_own:
-                may_wait = any(sorted(theirs) != list(known) for known, theirs in others)
+                may_wait = ranks[rank].may_have_transfers
+                may_wait |= any(sorted(theirs) != list(known) for known, theirs in others)
                 candidates = [late._replace(may_wait=may_wait), *filter(None, [found.get(rank)])]
                 found[rank] = max(candidates, key=lambda each: (not each.may_wait, each.times))
     return found
