@@ -48,19 +48,23 @@ def test_a_copy_is_sent_only_if_no_other_node_has_the_same(contents, per_node):
 
 @st.composite
 def lost_nodes(draw):
-    """Draw what 2 to 5 nodes publish, up to 2 of which are new: copies of step 10 (secured), some of 20."""
+    """Draw what 2 to 5 nodes publish, up to 2 of which are new: copies of step 10 (secured), some of 20. The
+    ranks of a new node may have died in an attempt before they had restored their state.
+    """
     count, per_node = draw(st.integers(2, 5)), draw(st.integers(1, 2))
     lost = draw(st.sets(st.integers(0, count - 1), max_size=2))
     taken_from, found = sources(count), []
+    died = Holding(attempt=2, mode=Mode.SHARDED).to_json()
     for node in range(count):
-        holdings, partners = [], []
+        holdings, partners, has_died = [], [], draw(st.booleans())
         for local_rank in range(per_node):
             slots = [KeptSlot(0, 10, 1, 3, 50 + local_rank, sequence=1)]
             if draw(st.booleans()):
                 slots.append(KeptSlot(1, 20, 1, 3, 60 + local_rank, sequence=2))
             held = Holding(tuple(slots), frozenset((20,)), attempt=1, ended=23, mode=Mode.SHARDED)
             rank = {"rank": node * per_node + local_rank}
-            holdings.append(None if node in lost else {**rank, "holding": held.to_json()})
+            new = {**rank, "holding": died} if has_died else None
+            holdings.append(new if node in lost else {**rank, "holding": held.to_json()})
             slots = [KeptSlot(layout.SLOTS, 10, 1, 3, 50 + local_rank, sequence=1)]
             if draw(st.booleans()):
                 slots.append(KeptSlot(layout.SLOTS + 1, 20, 1, 3, 60 + local_rank, sequence=2))

@@ -399,7 +399,8 @@ def _add_partners(
     found: Sequence[Mapping[str, Any]], holdings: dict[int, Holding], places: dict[int, tuple[int, int]]
 ) -> None:
     """Add the copies that partners (nodes that keep second copies of another node's state) have of ranks
-    whose own node is lost, or has missed an attempt. Add where they are to ``places``.
+    whose own node is lost, has missed an attempt, or is new and has restored nothing. Add where they are to
+    ``places``.
     """
 
     def newest(holding: Holding) -> tuple[int, int]:
@@ -410,7 +411,13 @@ def _add_partners(
             for record in records:
                 rank, holding = int(record["rank"]), Holding.of_json(record["holding"])
                 known = holdings.get(rank)
-                is_own = known is not None and known.has_joined and known.attempt >= newest(holding)[0]
+                # A rank that died before it had restored its state may have no copy, and has changed nothing.
+                is_own = (
+                    known is not None
+                    and known.has_joined
+                    and (known.restored, known.ended) != (None, None)
+                    and known.attempt >= newest(holding)[0]
+                )
                 if not is_own and (known is None or newest(known) < newest(holding)):
                     holdings[rank], places[rank] = holding, (group_rank, local_rank)
 
