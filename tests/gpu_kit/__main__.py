@@ -16,7 +16,7 @@ from typing import Any
 from .checks import CHECKS
 from .job import CheckFailedError, Context, Figures, Skipped
 
-WHOLE = 450.0
+WHOLE = 540.0
 """Seconds that all checks may take together."""
 EACH = 90.0
 """Seconds that one check may take."""

@@ -189,6 +189,58 @@ def check_hang(context: Context) -> Figures:
     return {"limit_s": 1.0, "last_step_to_restarted_s": again["at"] - stepped["at"]}
 
 
+def check_keep(context: Context) -> Figures:
+    """Check that a training on the device that a SIGKILL has interrupted ends as one without, bit by bit."""
+    number, kill_step, every = 2, 17, 5
+    try:
+        variables = several_ranks(context, number)
+    except Skipped:
+        number, variables = 1, {}
+    options = ["--nproc-per-node", str(number), "--max-restarts", "1", "--warm", "auto"]
+    with Job(context, options, "keep.py", [str(number - 1), str(kill_step)], variables) as job:
+        (death,) = job.wait("dies")
+        begun = job.wait("begins", number, attempt=1)
+        trained = job.wait("trained", number, attempt=1)
+        job.exits()
+    (step,) = {each["step"] for each in begun}
+    expect(0 <= kill_step - step <= every + 1, f"step {step} was restored after a kill in step {kill_step}")
+    expect(all(each["exact"] for each in begun), "the restored state was not exact")
+    expect(all(each["equal"] for each in trained), "the end is not that of a training without a failure")
+    restored = max(each["at"] for each in begun)
+    return {
+        "ranks": number,
+        "steps_lost": kill_step - step,
+        "kill_to_restored_ms": 1e3 * (restored - death["at"]),
+    }
+
+
+def check_keep_events(context: Context) -> Figures:
+    """Check the rule of two events: whether it recognizes each copy that was made during a change."""
+    trials = 1000 if context.device == "cuda" else 200
+    with Job(context, [], "keep_events.py", [str(trials)]) as job:
+        (ruled,) = job.wait("ruled")
+        job.exits()
+    expect(ruled["used"] > 0, "no copy was used")
+    expect(ruled["wrong"] == 0, f"{ruled['wrong']} of {ruled['used']} used copies are of no step")
+    names = ("used", "not_begun", "refused", "refused_and_changed")
+    return {name: ruled[name] for name in names}
+
+
+def check_keep_slots(context: Context) -> Figures:
+    """Check that CUDA can register the agent's memory, and copy into it while another stream is occupied."""
+    size = (1 << 30) if context.device == "cuda" else (16 << 20)
+    with Job(context, ["--max-restarts", "1"], "keep_slots.py", [str(size)]) as job:
+        (first,) = job.wait("copied", attempt=0)
+        (again,) = job.wait("copied", attempt=1)
+        job.exits()
+    for each in (first, again):
+        expect(each["equal"], "the copy is not equal")
+        expect(not each["waited"], "the copy has waited for the other stream")
+    expect(again["was_there"] and not first["was_there"], "the slot did not outlive the worker")
+    names = ("register_s_per_gb", "plain_gb_s", "registered_gb_s", "beside_gb_s")
+    return {**{name: first[name] for name in names}, "register_again_s_per_gb": again["register_s_per_gb"]}
+
+
 CHECKS: dict[str, Callable[[Context], Figures]] = {
     "kernel": check_kernel,
     "count": check_count,
@@ -204,5 +256,8 @@ CHECKS: dict[str, Callable[[Context], Figures]] = {
     "replace-1": check_replace(1),
     "replace-2": check_replace(2),
     "replace-4": check_replace(4),
+    "keep": check_keep,
+    "keep-events": check_keep_events,
+    "keep-slots": check_keep_slots,
 }
 """All checks, in the order in which they run. If "kernel" finds no pidfds, all others are skipped."""

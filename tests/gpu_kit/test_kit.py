@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.beyond_torchrun, pytest.mark.torch]
 
 def run_kit(results, *options, prefix=(), env=None):
     command = [*prefix, sys.executable, "-m", "tests.gpu_kit", "--json", results, *options]
-    return run_program(command, env=clean_environment(env), cwd=ROOT, timeout=500)
+    return run_program(command, env=clean_environment(env), cwd=ROOT, timeout=590)
 
 
 def rows_of(results):
@@ -27,7 +27,7 @@ def rows_of(results):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(700)
 def test_all_checks_pass_on_a_cpu(tmp_path):
     results = tmp_path / "results.json"
     done = run_kit(results, "--device", "cpu")

@@ -2,7 +2,10 @@
 
 import json
 import os
+import threading
 import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 
@@ -47,6 +50,48 @@ def wait_for_device() -> None:
     matrix = torch.ones(256, 256)
     while True:
         torch.mm(matrix, matrix)
+
+
+class Stream:
+    """A stream of the GPU: runs functions one after the other. On a CPU, a thread does that."""
+
+    def __init__(self) -> None:
+        self._stream = torch.cuda.Stream() if ON_GPU else None
+        self._thread = ThreadPoolExecutor(1)
+
+    def run(self, function: Callable[[], object] = lambda: None) -> "Mark":
+        """Queue a function. Return an event after it in the stream."""
+        if self._stream is None:
+            return Mark(self._thread.submit(function))
+        with torch.cuda.stream(self._stream):
+            function()
+            event = torch.cuda.Event()
+            event.record()
+        return Mark(event)
+
+
+class Mark:
+    """An event in a stream."""
+
+    def __init__(self, event: "torch.cuda.Event | Future[object]") -> None:
+        self._event = event
+
+    def is_reached(self) -> bool:
+        return self._event.done() if isinstance(self._event, Future) else self._event.query()
+
+    def wait(self) -> None:
+        if isinstance(self._event, Future):
+            self._event.result()
+        else:
+            self._event.synchronize()
+
+
+def occupy(seconds: float) -> None:
+    """Let the current stream do nothing else for about this time."""
+    if ON_GPU:
+        torch.cuda._sleep(int(seconds * 1e9))
+    else:
+        threading.Event().wait(seconds)
 
 
 def write_driver_file(name: str, text: str) -> None:
