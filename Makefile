@@ -172,7 +172,7 @@ soak-train: build ## workers of elasticrs.train are killed at random moments: st
 	    PYTHONPATH=tests $(PY) -m tests.train.soak --kills $(or $(KILLS),200) --agents $$agents || exit 1; \
 	done
 
-soak-keep: build ## ranks with kept state are killed at random moments; KILLS=11 for each of 48 jobs, SEED=0
+soak-keep: build ## ranks with kept state, agents and nodes are killed at random moments; KILLS=11 for each of 84 jobs, SEED=0
 	@ELASTICRS_KEEP_KILLS=$(or $(KILLS),11) ELASTICRS_KEEP_SEED=$(or $(SEED),0) $(PY) -m pytest -n $(JOBS) --dist worksteal \
 	    tests/attack/test_keep_matrix.py -k random_kills $(PYTEST)
 

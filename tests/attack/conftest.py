@@ -13,12 +13,12 @@ def pytest_terminal_summary(terminalreporter):
     for report in terminalreporter.getreports("passed") + terminalreporter.getreports("failed"):
         for name, value in getattr(report, "user_properties", ()):
             if name == "lost":
-                variant, ranks, *costs = value
+                variant, ranks, nodes, *costs = value
                 for kind, cost in costs:
-                    groups = ["replicated", f"{ranks} ranks", kind, variant]
+                    groups = ["replicated", f"{ranks} ranks, {nodes} nodes", kind, variant]
                     if variant == "fsdp":
-                        groups = ["sharded"]
-                    elif ranks == 2 and kind in ("pair", "double"):
+                        groups = ["sharded", f"sharded, {nodes} nodes"]
+                    elif ranks == 2 and kind in ("pair", "double", "any+node"):
                         groups = ["all ranks killed"]
                     for group in groups:
                         rows[group].append(cost)
@@ -27,5 +27,5 @@ def pytest_terminal_summary(terminalreporter):
         for group, costs in rows.items():
             none, most = costs.count(0), max(costs)
             terminalreporter.line(
-                f"{group:16} {len(costs):4} kills, {none:4} lost no step, at most {most} lost"
+                f"{group:18} {len(costs):4} kills, {none:4} lost no step, at most {most} lost"
             )

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import pytest
 from helpers import procs
 from helpers.kept import ENVIRONMENT, OPTIONS, PROGRAM, KeptTraining
+from helpers.kept_nodes import Nodes
 
 pytestmark = [
     pytest.mark.slow,
@@ -40,6 +41,25 @@ VARIANTS = (
     "positioned",
     "fsdp",
 )
+NODES = (
+    "adamw",
+    "fused",
+    "momentum",
+    "closure",
+    "two-optimizers",
+    "accumulation",
+    "scaled",
+    "average",
+    "fsdp",
+)
+"""Variants whose ends are the same after the loss of a node: no rank has small state of its own but random
+numbers.
+"""
+CASES = [
+    *((variant, ranks, 1) for variant in VARIANTS for ranks in (2, 4, 8)),
+    *((variant, *layout) for variant in NODES for layout in ((2, 2), (3, 3), (4, 2), (8, 4))),
+]
+"""Variants, numbers of ranks and numbers of nodes of the jobs with random kills."""
 NEAR = 21
 """Steps after which a failure does not make the restored state suspect."""
 
@@ -72,6 +92,29 @@ class Job:
         return (end.at_ns - middle.at_ns) / (end.step - middle.step) / 1e9
 
 
+class ForkedJob(Job):
+    """A job on one or several nodes. Its processes are forks of one that has imported torch, because a new
+    node would import torch for seconds.
+    """
+
+    def __init__(self, launch, folder, *arguments, ranks, nodes=1, options=()):
+        self.training = KeptTraining(folder, ranks)
+        each = (
+            "--max-restarts=99",
+            f"--nproc-per-node={ranks // nodes}",
+            *options,
+            PROGRAM,
+            folder,
+            *arguments,
+        )
+        if nodes == 1:
+            self.launched = launch("--standalone", *each, env=ENVIRONMENT)
+        else:
+            self.launched = Nodes(launch, f"--nnodes={nodes}", *each, are_forks=True, env=ENVIRONMENT)
+            # One of the agents is a spare.
+            self.launched.start(nodes + 1)
+
+
 @pytest.fixture
 def job(launch, tmp_path):
     """Return a function that starts a job."""
@@ -87,13 +130,13 @@ ENDS = {}
 
 
 @pytest.fixture
-def calm(job):
+def calm(launch_with_torch, tmp_path):
     """Return a function that returns the end of an undisturbed job."""
 
     def run(*arguments, ranks=2):
         key = (*arguments, ranks)
         if key not in ENDS:
-            ENDS[key] = job("calm", *arguments, ranks=ranks).ends()
+            ENDS[key] = ForkedJob(launch_with_torch, tmp_path / "calm", *arguments, ranks=ranks).ends()
         return ENDS[key]
 
     return run
@@ -110,8 +153,10 @@ SEED = os.environ.get("ELASTICRS_KEEP_SEED", "0")
 """Seed of the kinds of kills, the killed ranks, and the delays before the kills."""
 PACE = 45
 """Maximum number of steps between two kills."""
-SHORT = ("start", "restore")
+SHORT = ("start", "restore", "start-node", "restore-agent")
 """Kinds of kills that end an attempt in its first steps."""
+LOSSES = ("agent", "node", "any+node", "copy-agent", "start-node", "restore-agent")
+"""Kinds of kills that cost a node."""
 
 
 class Kill(NamedTuple):
@@ -121,7 +166,9 @@ class Kill(NamedTuple):
         kind: ``any`` kills a rank at a random time. ``pair`` kills another rank shortly after it. ``copy``
             kills a rank in a copy, and ``double`` a second one in its copy after the death of the first.
             ``start`` kills a rank while it starts and restores its state, and ``restore`` in the middle of
-            restoring.
+            restoring. On several nodes, ``agent`` kills the agent of a rank at a random time, ``node`` the
+            agent and all its workers, and ``any+node`` the node of another rank shortly after a rank.
+            ``copy-agent``, ``start-node`` and ``restore-agent`` are the kinds above for agents and nodes.
         rank: the rank that is killed (first).
         other: another rank.
         chance: random number below 1.
@@ -135,57 +182,91 @@ class Kill(NamedTuple):
     def faults(self, attempt, begin):
         """Return the faults of the program for this kill. The attempt begins at most at step ``begin``."""
         step = begin + NEAR
-        return {
-            "copy": [f"copy:{attempt}:{self.rank}:{step}"],
-            "double": [f"kill:{attempt}:{self.rank}:{step}", f"copy:{attempt}:{self.other}:{step}"],
-            "restore": [f"restore:{attempt}:{self.rank}:0"],
-        }.get(self.kind, [])
+        if self.kind in ("copy", "copy-agent"):
+            return [f"{self.kind}:{attempt}:{self.rank}:{step}"]
+        if self.kind == "double":
+            return [f"kill:{attempt}:{self.rank}:{step}", f"copy:{attempt}:{self.other}:{step}"]
+        if self.kind in ("restore", "restore-agent"):
+            return [f"{self.kind}:{attempt}:{self.rank}:0"]
+        return []
 
     def strike(self, job, attempt):
         """Kill as planned, unless the program has a fault for it."""
-        if self.kind in ("any", "pair"):
+        if self.kind in ("any", "pair", "agent", "node", "any+node"):
             pace = job.reaches(NEAR, attempt)
-            pids = [job.pid(rank, attempt) for rank in (self.rank, self.other)]
+            first, second = (job.pid(rank, attempt) for rank in (self.rank, self.other))
             delay = (PACE - NEAR) * pace
-        elif self.kind == "start":
-            pids = [job.training.wait_for(job.launched, "start", rank=self.rank, attempt=attempt).pid]
+        elif self.kind in ("start", "start-node"):
+            first = job.training.wait_for(job.launched, "start", rank=self.rank, attempt=attempt).pid
             delay = 0.1
         else:
             return
         job.launched.read_for(self.chance * delay)
-        os.kill(pids[0], signal.SIGKILL)
-        if self.kind == "pair":
+        if self.kind in ("agent", "node", "start-node"):
+            job.launched.kill(first, is_whole=self.kind != "agent")
+        else:
+            os.kill(first, signal.SIGKILL)
+        if self.kind in ("pair", "any+node"):
             job.launched.read_for(self.chance * 0.01)
             # The launcher may have stopped this rank already.
             with suppress(ProcessLookupError):
-                os.kill(pids[1], signal.SIGKILL)
+                if self.kind == "pair":
+                    os.kill(second, signal.SIGKILL)
+                else:
+                    job.launched.kill(second, is_whole=True)
 
 
-def random_kills(rng, ranks):
+def random_kills(rng, ranks, nodes):
     """Return random kills. A restored state that fails at once twice in a row would be set aside, so after a
     kill in the first steps of an attempt, the next attempt goes further.
     """
     kills = []
     while len(kills) < KILLS:
-        has_progress = bool(kills) and kills[-1].kind not in SHORT
-        kinds = ["any", "any", "any", "any", "pair", "copy", "double", *(SHORT if has_progress else ())]
+        kinds = ["any", "any", "any", "any", "pair", "copy", "double"]
+        if nodes > 1:
+            kinds = [
+                "any",
+                "pair",
+                "copy",
+                "double",
+                "agent",
+                "agent",
+                "node",
+                "node",
+                "any+node",
+                "copy-agent",
+            ]
+        if kills and kills[-1].kind not in SHORT:
+            kinds += ["start", "restore"]
+            # A third node has the state, also if the two others are lost before they have restored it.
+            if nodes > 1 and (nodes > 2 or kills[-1].kind not in LOSSES):
+                kinds += ["start-node", "restore-agent"]
         kills.append(Kill(rng.choice(kinds), *rng.sample(range(ranks), 2), rng.random()))
     return kills
 
 
-@pytest.mark.parametrize("ranks", [2, 4, 8])
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_random_kills_change_nothing(job, calm, variant, ranks, record_property):
-    kills = random_kills(random.Random(f"{SEED} {variant} {ranks}"), ranks)
+@pytest.mark.parametrize(("variant", "ranks", "nodes"), CASES)
+def test_random_kills_change_nothing(
+    launch_with_torch, tmp_path, calm, variant, ranks, nodes, record_property
+):
+    kills = random_kills(random.Random(f"{SEED} {variant} {ranks} {nodes}"), ranks, nodes)
     begins = [*accumulate((PACE * (kill.kind not in SHORT) for kill in kills), initial=0)]
     arguments = ("--variant", variant, "--steps", str(begins.pop() + PACE), "--every", "7")
+    options = ()
+    if nodes > 1:
+        # Steps take as long as some comparisons of the nodes.
+        arguments = (*arguments, "--seeded", "--pause=0.01")
+        options = ("--keep-peers=1",) * (variant == "fsdp")
     ordered = []
     for attempt, (kill, begin) in enumerate(zip(kills, begins, strict=True)):
         # However late a kill comes, its attempt does not end before it.
         ordered += [*kill.faults(attempt, begin), f"hang:{attempt}:*:{begin + PACE}"]
-    hurt = job("hurt", *arguments, *faults(*ordered), ranks=ranks)
+    how = {"ranks": ranks, "nodes": nodes, "options": options}
+    hurt = ForkedJob(launch_with_torch, tmp_path / "hurt", *arguments, *faults(*ordered), **how)
     for attempt, kill in enumerate(kills):
         kill.strike(hurt, attempt)
+        if kill.kind in LOSSES:
+            hurt.launched.start()
         hurt.training.wait_for(hurt.launched, "start", rank=0, attempt=attempt + 1)
     ends = hurt.ends()
     lost = hurt.training.lost_by_attempt()
@@ -196,16 +277,42 @@ def test_random_kills_change_nothing(job, calm, variant, ranks, record_property)
             # Of several kills until all ranks had restored their state, the first one has cost the steps.
             found += zip_longest(kinds, [lost[attempt]], fillvalue=0)
             kinds = []
-    record_property("lost", [variant, ranks, *found])
+    record_property("lost", [variant, ranks, nodes, *found])
     print(
         variant,
         ranks,
+        nodes,
         found,
         re.findall(r"continues at step .* [1-9]\d* steps? lost.*", hurt.launched.stderr),
     )
-    assert len(found) == KILLS
-    assert max(lost.values()) <= 8
     assert ends == calm(*arguments, ranks=ranks)
+    assert len(found) == KILLS
+    assert max(lost.values()) <= (8 if nodes == 1 else PACE)
+    if variant not in ("closure", "fsdp"):
+        # Another node has copied its state.
+        assert {cost for kind, cost in found if kind in ("agent", "node")} <= {0}
+
+
+def test_a_killed_agent_of_the_only_node_costs_the_steps_since_the_saved_state(
+    launch_with_torch, tmp_path, calm
+):
+    arguments = ("--steps", "60", "--every", "7")
+
+    def job(name, *fault):
+        options = (f"--keep-save={tmp_path / 'saved'}", "--max-restarts=0")
+        more = (*arguments, *faults(*fault))
+        return ForkedJob(launch_with_torch, tmp_path / name, *more, ranks=2, options=options)
+
+    job("saves", "raise:*:1:20").launched.exits(1)
+    hurt = job("hurt", "hang:*:*:40")
+    hurt.training.wait_for(hurt.launched, "ended", rank=0, step=39)
+    hurt.launched.signal(signal.SIGKILL)
+    hurt.launched.exits(-signal.SIGKILL)
+    procs.reap_adopted()
+    last = job("last")
+    assert last.ends() == calm(*arguments)
+    begun = [each.training.logged("restored", attempt=0)[0].step for each in (hurt, last)]
+    assert begun == [19, 19]
 
 
 HANGS = ("--hang-timeout", "2")

@@ -40,6 +40,8 @@ def parse_arguments(argv):
     parser.add_argument("--sharded", action="store_true", help="each rank trains a model of its own")
     parser.add_argument("--width", type=int, default=WIDTH, help="of the model's hidden layer")
     parser.add_argument("--batch", type=int, default=BATCH, help="samples of each rank in a step")
+    parser.add_argument("--seeded", action="store_true", help="each step draws its own random numbers")
+    parser.add_argument("--pause", type=float, default=0.0, help="seconds to wait in each step")
     parser.add_argument("--fault", action="append", default=[], help="KIND:ATTEMPT:RANK:STEP; see Faults")
     return parser.parse_args(argv)
 
@@ -372,7 +374,8 @@ def digest(training, values):
 
 class Log:
     def __init__(self, folder, rank):
-        self.attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+        # A lost node begins a round, but costs no restart.
+        self.attempt = int(os.environ.get("ELASTICRS_ROUND", "1")) - 1
         self._fd = os.open(folder / f"rank{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
 
     def write(self, event, step=0, text="-"):
@@ -384,7 +387,7 @@ class Faults:
     """The faults of this rank in this attempt. Each strikes between forward and backward of its step, except
     ``copy`` (SIGKILL in the first copy after this step), ``restore`` (SIGKILL while restoring the state) and
     ``flip`` (before the state is restored, all ranks damage all copies in their files; with ``flip-newest``,
-    only the newest one).
+    only the newest one). ``copy-agent`` and ``restore-agent`` kill the agent as well.
     """
 
     def __init__(self, texts, rank, log):
@@ -406,10 +409,13 @@ class Faults:
         """Wrap a function that copies tensors. If a fault of this kind is due, die after half of them."""
 
         def call(*lists, **how):
-            steps = [step for step, each in self._kinds.items() if each == kind and step <= self._step]
-            if steps and (kind == "copy" or not self._step):
+            due = {each for step, each in self._kinds.items() if step <= self._step}
+            due &= {kind, f"{kind}-agent"}
+            if due and (kind == "copy" or not self._step):
                 copy(*(each[: len(each) // 2] for each in lists), **how)
                 self._log.write("copies", self._step)
+                if kind not in due:
+                    os.kill(int(os.environ["ELASTICRS_KEEP"].split("/")[2]), signal.SIGKILL)
                 os.kill(os.getpid(), signal.SIGKILL)
             return copy(*lists, **how)
 
@@ -482,7 +488,10 @@ def main(argv=None):
     training.begin(step, arguments.steps)
     while step < arguments.steps:
         step += 1
+        if arguments.seeded:
+            torch.manual_seed(step * dist.get_world_size() + rank)
         keep.values["samples"] = step * arguments.batch
+        threading.Event().wait(arguments.pause)
         training.before_backward = lambda at=step: faults.strike(at)
         loss = training.step()
         training.scheduler.step()
