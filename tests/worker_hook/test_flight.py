@@ -7,11 +7,13 @@ import signal
 import subprocess
 import sys
 import textwrap
+from types import SimpleNamespace
 
 import pytest
 from helpers.procs import HANG, reap_adopted, wait_gone, wait_until
 
 from elasticrs._engine.inside import flight
+from elasticrs._engine.supervise.hang_diagnosis import look_for_late
 from elasticrs._engine.workers.plan import hook_environment
 
 # A fake of torch's modules, whose flight record has more entries than the worker keeps.
@@ -100,6 +102,31 @@ def test_each_request_gets_the_newest_entries_the_groups_and_the_stack(worker, e
         assert numbers == list(range(500 - flight.MAX_ENTRIES, 500))
     output, _ = process.communicate("")
     assert (process.returncode, output) == (0, "")
+
+
+CALLS = """
+    call = {"process_group": ["0", "default_pg"], "profiling_name": "gloo:all_reduce", "is_p2p": False}
+    entries = [{**call, "collective_seq_id": at, "op_id": at, "time_created_ns": at} for at in range(5000)]
+"""
+
+
+@pytest.mark.parametrize(
+    ("calls", "size", "recorders"),
+    [(CALLS, "2000", {0: True}), (CALLS, "0", {0: False}), ("", "2000", {})],
+    ids=["on", "off", "damaged"],
+)
+def test_a_search_for_late_ranks_knows_whether_torch_records_their_calls(
+    worker, error_file, calls, size, recorders
+):
+    worker(TORCH, calls, START, UP, REST, TORCH_FR_BUFFER_SIZE=size)
+    paths = SimpleNamespace(error_files={0: str(error_file)})
+    attempt = SimpleNamespace(paths=paths, exits={}, global_ranks=lambda: {0: 0})
+    wait_until(lambda: opens(error_file))
+    look = wait_until(lambda: look_for_late(attempt, HANG), lambda look: look.recorders == recorders)
+    assert look.late == {}
+    if recorders == {0: True}:
+        header, _ = request(error_file)
+        assert [row[2] for row in header["arrivals"]] == list(range(5000 - flight.MAX_ARRIVALS, 5000))
 
 
 @pytest.mark.parametrize(
