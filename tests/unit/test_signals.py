@@ -303,6 +303,11 @@ from elasticrs.multiprocessing import SignalException
 def fork():
     if os.fork() == 0:
         os._exit(signal.getsignal(signal.SIGTERM) != signal.SIG_DFL)
+# Thread.start() itself would fail if the exception came inside it.
+has_started = threading.Event()
+def fork_in_thread():
+    has_started.wait()
+    fork()
 # One that comes right before the wait would not end it.
 reader, writer = os.pipe2(os.O_NONBLOCK)
 signal.set_wakeup_fd(writer)
@@ -320,7 +325,9 @@ assert signal.pthread_sigmask(signal.SIG_BLOCK, []) == set()
 """
 
 
-@pytest.mark.parametrize("fork", ["fork()", "threading.Thread(target=fork).start()"])
+@pytest.mark.parametrize(
+    "fork", ["fork()", "threading.Thread(target=fork_in_thread).start(); has_started.set()"]
+)
 def test_a_signal_during_a_fork_is_raised_only_in_the_parent(fork):
     run(SIGNALLED_WHILE_FORKING.replace("{fork}", fork))
 
