@@ -260,6 +260,19 @@ def test_sigusr1_for_workers_without_a_handler_is_dropped_and_reported(running, 
 
 
 @pytest.mark.beyond_torchrun
+def test_sigusr1_while_workers_are_being_started_reaches_all_of_them(launch, tmp_path):
+    script = tmp_path / "worker.sh"
+    script.write_text("""#!/bin/sh
+        trap 'kill $!; exit 0' USR1
+        test "$LOCAL_RANK" -gt 0 || kill -USR1 "$AGENT"
+        tail -f /dev/null & wait
+    """)
+    script.chmod(0o755)
+    argv = ["sh", "-c", 'AGENT=$$ exec "$@"', "sh", sys.executable, "-m", "elasticrs.launch"]
+    launch("--nproc-per-node=48", "--no-python", str(script), argv=argv).exits(0)
+
+
+@pytest.mark.beyond_torchrun
 def test_a_stream_of_sigusr1_kills_no_worker_at_its_start_or_end(launch, worker_script):
     launched = launch(
         *("--nproc-per-node=2", "--max-restarts=2"),

@@ -105,6 +105,8 @@ class Agent:
         self._keeping: Keeping | None = None
         self._begin_later: tuple[float, machine.Start, Attempt] | None = None
         self._agreed: AgreedSteps | None = None
+        self._early: dict[int, Tell | None] = {}
+        """Signals to pass on that arrived while the workers were being started."""
         self._tell_stop: Tell | None = None
         self._stop_order, self._is_asked_to_stop = "", False
         self._error: Exception | None = None
@@ -259,6 +261,10 @@ class Agent:
                         self._agreed.see(event)
                     if not self._is_held_for_check(event):
                         self._actions.extend(self._decisions.step(event))
+                    if self._early and self._decisions.phase is not machine.Phase.STARTING:
+                        early, self._early = self._early, {}
+                        for signum, tell in early.items():
+                            self.pass_on(signum, tell)
                     continue
                 action = self._actions.popleft()
                 self._tracker.observers.acting(action, self._decisions.plan)
@@ -454,8 +460,12 @@ class Agent:
 
     def pass_on(self, signum: int, tell: Tell | None = None) -> None:
         """Send a signal to the workers without stopping the job; see :meth:`.AgreedSteps.pass_on`. Call
-        ``tell`` once, when the signal is sent.
+        ``tell`` once, when the signal is sent. While workers are being started, wait for that: some may
+        already run.
         """
+        if self._decisions.phase is machine.Phase.STARTING:
+            self._early[signum] = tell
+            return
         if self._agreed is not None:
             self._agreed.pass_on(signum, tell)
             return
