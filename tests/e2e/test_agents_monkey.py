@@ -58,4 +58,4 @@ def test_an_agent_stopped_before_its_workers_start_reports_the_signal(launch):
     assert re.search(rf"(\A|:{other.pid}\]: SIGTERM [^\n]*\n).*SIGTERM [^\n]*\n\Z", other.stderr)
     host.signal(signal.SIGTERM)
     assert host.wait() == 1
-    assert re.search("SIGTERM .*rendezvous store", host.stderr)
+    assert re.search("SIGTERM .*its store", host.stderr)

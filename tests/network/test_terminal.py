@@ -60,4 +60,4 @@ def test_ctrl_c_ends_a_job_of_two_foreground_agents(foreground):
     # An agent may learn from the other one that the job is ending before it handles its own signal, so one
     # report is enough.
     assert foreground.shown.count("SIGINT received: ") in (1, 2), foreground.shown
-    line_with(foreground.shown, "hosts", "store", "job ends")
+    line_with(foreground.shown, "job ends", "its store")

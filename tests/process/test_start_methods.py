@@ -164,6 +164,8 @@ if __name__ == "__mp_main__":
 def test_a_stuck_fork_server_does_not_block_the_exit(host, trouble):
     launched = host(
         """
+from elasticrs._engine.process import signals
+signals.RELAY = 0.1
 try:
     launch(work, 1)
 except SignalException as error:

@@ -254,6 +254,7 @@ def test_a_sigtstp_is_kept_only_if_no_sigcont_follows(received):
 def run(program):
     done = run_program([sys.executable, "-c", program])
     assert done.returncode == 0, done.stderr
+    return done.stderr
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -347,4 +348,9 @@ with raised_signals([signal.SIGTERM, signal.SIGHUP]):
 
 
 def test_a_second_signal_is_not_raised_while_the_first_is_handled():
-    run(TWO_AT_ONCE)
+    assert run(TWO_AT_ONCE) == ""
+
+
+def test_a_later_sigterm_that_is_not_raised_is_reported():
+    late = "from elasticrs._engine.process import signals\nsignals.ECHO = 0\n"
+    assert "SIGTERM again" in run(late + TWO_AT_ONCE.replace("SIGHUP)\n    else", "SIGTERM)\n    else"))

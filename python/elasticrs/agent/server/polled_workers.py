@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from elasticrs._engine.job import phrases
 from elasticrs._engine.process.console import END_PATIENCE
-from elasticrs._engine.process.signals import StopRequests
+from elasticrs._engine.process.signals import RELAY, StopRequests
 from elasticrs._engine.supervise import state_machine as machine
 from elasticrs._engine.supervise.failed_attempt import failures
 from elasticrs._engine.supervise.run.tracker import AttemptTracker
@@ -306,9 +306,11 @@ def raised_signals(
     requests = StopRequests()
 
     def raise_error(signum: int, _frame: FrameType | None) -> None:
-        if requests.is_new(signum, time.monotonic()):
+        if requests.is_new(signum, now := time.monotonic()):
             sigval = signal.Signals(signum)
             raise_when_safe(SignalException(f"stopped by {sigval.name}", sigval))
+        elif (after := requests.relayed_after(signum, now)) is not None:
+            when_safe(partial(_log.warning, phrases.relayed(signum, after, RELAY)))
 
     def forward(signum: int, _frame: FrameType | None) -> None:
         when_safe(partial(pass_on, signum))
