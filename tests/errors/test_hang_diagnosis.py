@@ -3,6 +3,7 @@
 import json
 import os
 import pickle
+import signal
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -167,18 +168,24 @@ def nccl_dump(record):
     return pickle.dumps(document, 2)
 
 
-@pytest.fixture
-def aborted(tmp_path):
-    """An attempt of eight ranks that NCCL's watchdog aborted, because rank 5 did not enter a collective."""
+def aborted_attempt(tmp_path, of_5=(-15, signal.SIGTERM)):
+    """Return an attempt of eight ranks that NCCL's watchdog aborted: rank 5 did not enter a collective.
+    ``of_5``: exit code of rank 5, and the signal that the agent sent to it before.
+    """
     ranks = json.loads((RECORDED / "missing_rank.json").read_text())["ranks"]
     evidence = Evidence(tmp_path, len(ranks))
     for rank in ranks:
         path = Path(f"{flight_dumps(evidence.files[rank['rank']])}{rank['rank']}")
         path.write_bytes(nccl_dump(rank["record"]))
-        code = -6 if rank["rank"] == 3 else -15
-        exited(evidence.attempt, rank["rank"], code)
+        end = {3: (-6, None), 5: of_5}.get(rank["rank"], (-15, signal.SIGTERM))
+        exited(evidence.attempt, rank["rank"], *end)
     failed(evidence.attempt, 3)
     return evidence
+
+
+@pytest.fixture
+def aborted(tmp_path):
+    return aborted_attempt(tmp_path)
 
 
 def after_failure(attempt):
@@ -206,6 +213,13 @@ def test_an_outdated_nccl_dump_is_not_used(aborted):
     path = f"{flight_dumps(aborted.files[5])}5"
     os.utime(path, (1, 1))
     assert after_failure(aborted.attempt).no_record == {5: NoRecord.LATE}
+
+
+@pytest.mark.parametrize("code", [3, -9])
+def test_a_rank_that_failed_by_itself_needs_no_diagnosis(tmp_path, code):
+    aborted = aborted_attempt(tmp_path, of_5=(code, None))
+    os.utime(f"{flight_dumps(aborted.files[5])}5", (1, 1))
+    assert examine_failure(aborted.attempt) == (None, None)
 
 
 def test_only_failures_of_collectives_are_diagnosed(aborted):

@@ -106,9 +106,16 @@ def examine_failure(attempt: Attempt) -> tuple[Diagnosis | None, Blame | None]:
 
 
 def _unexplained(attempt: Attempt, diagnosis: Diagnosis) -> set[int]:
-    """Return ranks without a flight record whose exit has not been noticed: gloo may have aborted them."""
-    running = {rank for each, rank in attempt.global_ranks().items() if each not in attempt.exits}
-    return {rank for rank, why in diagnosis.no_record.items() if why is NoRecord.LATE} & running
+    """Return ranks that have no flight record for another reason than a slow answer: their exit has not been
+    noticed, and gloo may have aborted them, or they failed by themselves.
+    """
+
+    def is_slow(local_rank: int) -> bool:
+        exited = attempt.exits.get(local_rank)
+        return exited is not None and (exited.exitcode == 0 or exited.sent_signal is not None)
+
+    ranks = {rank for local_rank, rank in attempt.global_ranks().items() if not is_slow(local_rank)}
+    return {rank for rank, why in diagnosis.no_record.items() if why is NoRecord.LATE} & ranks
 
 
 def _may_have_waited(attempt: Attempt, local_rank: int, facts: RankFacts) -> bool:
