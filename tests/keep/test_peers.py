@@ -813,8 +813,8 @@ def test_a_lost_node_costs_the_steps_since_the_last_secured_copy(agents):
     begun = [line.split() for line in said(left, "BEGIN 2")]
     (step,) = {int(words[1]) for words in begun}
     ended = max(int(line.split()[1]) for line in said(job, "STEP 1"))
-    # Copies are 5 steps apart. When the node is lost, the newest one may not be on its partner yet.
-    assert 0 < ended - step <= 11
+    # Copies are 5 steps apart. When the node is lost, its partner may not have the newest one yet.
+    assert 0 <= ended - step <= 11
     lines = "".join(agent.stderr for agent in left)
     assert f"the training continues at step {step}, copied by 3 of 3 ranks" in lines
     assert "from the copy on node" in lines

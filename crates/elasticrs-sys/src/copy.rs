@@ -90,7 +90,8 @@ pub unsafe fn copy_in_helper(blocks: &[Block]) -> Option<u64> {
     let mut shared = Shared { blocks, parent: nix::unistd::getpid().as_raw(), sum: None };
     match run_in_helper(helper_main, &mut shared) {
         Ok(()) => shared.sum,
-        // SAFETY: the caller guarantees the same, except that another thread may free a source.
+        // SAFETY: the caller guarantees what `copy_and_sum` requires, with one exception: another thread may free a
+        // source during the copy. Then this process may crash, because no helper could be started.
         Err(_) => Some(unsafe { copy_and_sum(blocks) }),
     }
 }
@@ -118,8 +119,8 @@ extern "C" fn helper_main(argument: *mut c_void) -> c_int {
         libc::syscall(libc::SYS_getppid)
     };
     if parent == shared.parent.into() {
-        // SAFETY: the caller of `copy_in_helper` guarantees it for the targets. If a source is no longer readable, the
-        // access to it ends this process.
+        // SAFETY: the caller of `copy_in_helper` guarantees that the targets are writable, and that no source overlaps a
+        // target. If a source is no longer readable, reading it ends only this helper; see `exit_at_fault`.
         shared.sum = Some(unsafe { copy_and_sum(shared.blocks) });
     }
     0

@@ -88,8 +88,9 @@ class Agent(NamedTuple):
             raise Problem(FAILED, f"{self.title}: no answer from the agent: {_why(error)}") from None
 
     def with_others(self, status: dict[str, Any]) -> dict[str, Any]:
-        """Add to a status which ranks are late, and the ranks of the other nodes. The agent asks those nodes'
-        agents for them. If the agent's loop is stuck, the status has only the ranks of this node. Raises
+        """Return the status with two additions: which ranks of this node are late, and the states of other
+        nodes' ranks. The agent gets these states from the other nodes' agents. If the agent's loop is
+        stuck, the status says nothing about late ranks, and has no ranks of other nodes. Raises
         :class:`Problem`.
         """
         if not why_stuck(status):

@@ -117,8 +117,9 @@ def error_file_of(error_file: str, pid: int) -> str:
 
 
 def set_aside(error_file: str, kept: str, rank: int) -> None:
-    """Rename a worker's error file to ``kept``, and rename its flight records and its file for faults in the
-    same way, so that they are not taken for those of the worker that replaces it.
+    """Rename a worker's error file to ``kept``. Rename its flight records and its fault file (the output of
+    :mod:`faulthandler`) to names that match. Otherwise, the agent would take these files for those of the
+    worker that replaces this one.
     """
     for path, to in (
         (error_file, kept),

@@ -5,9 +5,9 @@ The times are compared only between ranks of one node, because the clocks of nod
 
 - **LATE-1** A rank is not late if its delay may come from another rank of the node. So a late rank takes part
   in no send or receive. In each of its other process groups that delays only some of the ranks with which the
-  rank is compared, no member waits less than it. If the calls of a member of such a group are unknown, for
-  example because it runs on another node, ``may_wait`` is true. It is also true if the rank may have
-  sends and receives that are unknown.
+  rank is compared, its total wait is the shortest of all members. If the calls of a member of such a group
+  are unknown, for example because it runs on another node, ``may_wait`` is true. It is also true if the rank
+  may have sends and receives that are unknown.
 - **LATE-2** For any header, :func:`arrivals_of` returns values of the declared types, or ``None``.
 - **LATE-3** The result does not depend on the order of the ranks.
 """
@@ -106,8 +106,9 @@ def _parsed(rows: Sequence[Any], members: Mapping[str, Sequence[int]]) -> Arriva
     has_transfers |= any(len(numbers) > 1 for numbers in transfers.values())
     unused: list[str] = []
     if transfers.keys() == calls.keys():
-        # All calls were to gloo. The default group always exists. Any other group that the program has made,
-        # but never calls, is probably one for sends and receives.
+        # gloo does not record sends and receives. So if all recorded calls used gloo, assume that a group
+        # without recorded calls is used for sends and receives. The default group may simply be unused,
+        # because it always exists.
         called = {name for _, name, _ in calls}
         unused = [name for name, ranks in members.items() if len(ranks) > 1 and name not in called]
     default = next(iter(members), "")
@@ -180,8 +181,9 @@ def _rounds(members: Mapping[int, Mapping[int, Call]]) -> list[dict[int, Call]]:
 
 
 def _independent(values: Sequence[float]) -> float:
-    """Return the number of independent values that would vary as much as these do, compared with the changes
-    from each value to the next (von Neumann's ratio). It is small if a delay persists because no rank waits.
+    """Estimate how many of the values are independent (the effective sample size). Use von Neumann's ratio:
+    the squared changes from each value to the next, divided by the variance. The result is small if each
+    delay resembles the one before, as when a delay persists because no rank waits.
     """
     mean = fmean(values)
     variance = sum((value - mean) ** 2 for value in values)
@@ -198,8 +200,9 @@ def _first(calls: Mapping[int, Call]) -> int:
 
 
 def _waits_least(rank: int, members: Mapping[int, Mapping[int, Call]], most_ns: float) -> bool:
-    """Return true if no other member waits less in the group's collectives than ``rank``. Of each wait, only
-    ``most_ns`` counts, so that one long wait, such as that at the start of the job, does not decide.
+    """Return true if ``rank`` has the shortest total wait of all members in the collectives that they have in
+    common. Count at most ``most_ns`` of each wait, so that one long wait, such as that at the start of the
+    job, does not decide. Return false if there is no such collective.
     """
     waits = dict.fromkeys(members, 0.0)
     common = _common(members)

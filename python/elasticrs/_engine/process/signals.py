@@ -145,8 +145,9 @@ class StopRequests:
         return signum == signal.SIGTERM and now - self._came[signum] >= RELAY
 
     def relayed_after(self, signum: int, now: float) -> float | None:
-        """Return the seconds since the first SIGTERM if this signal is a SIGTERM that a user may have sent,
-        because it came later than :data:`ECHO`. Otherwise return ``None``.
+        """Return the seconds since the first SIGTERM if this signal is another SIGTERM that came at least
+        :data:`ECHO` seconds later. A user may have sent it, although it counts as the same request. Return
+        ``None`` for any other signal.
         """
         after = now - self._came.get(signum, now)
         return after if signum == signal.SIGTERM and after >= ECHO else None

@@ -106,8 +106,9 @@ def examine_failure(attempt: Attempt) -> tuple[Diagnosis | None, Blame | None]:
 
 
 def _unexplained(attempt: Attempt, diagnosis: Diagnosis) -> set[int]:
-    """Return ranks that have no flight record for another reason than a slow answer: their exit has not been
-    noticed, and gloo may have aborted them, or they failed by themselves.
+    """Return the ranks whose flight record may be missing because they failed, and not because they were slow
+    to answer. If the exit of a rank has not been noticed yet, gloo may have aborted it. A rank failed by
+    itself if its exit code is not 0, and the supervisor has sent it no signal.
     """
 
     def is_slow(local_rank: int) -> bool:
@@ -450,7 +451,7 @@ def _with_record(found: RankEvidence, path: str, error_file: str) -> RankEvidenc
 
 
 def _header(document: bytes) -> tuple[dict[str, Any] | None, list[bytes]]:
-    """Split what a worker has written into the header (``None`` if it is invalid) and torch's records."""
+    """Split a worker's answer into its header and torch's records. An invalid header becomes ``None``."""
     first, *records = document.split(b"\n", _MAX_RECORDS)
     try:
         header = json.loads(first) if len(document) <= MAX_BYTES else None

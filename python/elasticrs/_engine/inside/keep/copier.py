@@ -567,7 +567,7 @@ class Copier:
         try:
             for number, slot in enumerate(self._file.slots):
                 if not self._is_copied.is_set():
-                    break  # Make the copy for which the training waits first. This method is called after it.
+                    break  # The training waits for a copy. This method is called again after that copy.
                 if slot.complete_step is None:
                     self._target(number, boundary.parts, boundary.index())
                 elif slot.map is not None and slot.map is not self._touched.get(number):

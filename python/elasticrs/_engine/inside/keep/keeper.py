@@ -463,9 +463,9 @@ class Keeper:
         return step, tier, is_exact, chosen.behind, bool(kept.why_copied), large["rank"]
 
     def _plan_without_damage(self, plan: Mapping[str, Any], other: int | None) -> Mapping[str, Any]:
-        """Return the plan of the only rank of a job, whose copy of the planned step is damaged. It restores
-        an older copy, or nothing. If the program has a newer state than that, that of step ``other``, it
-        restores nothing.
+        """Return a new plan for a job with one rank, because the copy of the planned step is damaged. The new
+        plan restores an older copy if there is one. It restores nothing if there is none, or if the program
+        itself has a newer state (of step ``other``, such as a checkpoint).
         """
         global _agreement  # noqa: PLW0603 -- one for each process
         if "holdings" in plan:

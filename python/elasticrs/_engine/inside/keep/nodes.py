@@ -547,7 +547,8 @@ def _offer(
                 checked.add(known)
             is_damaged = part == "checked" and known not in checked
             if is_damaged or (part == "head" and is_of_partner and not is_intact(slot)):
-                # Delete all damaged copies. Their own rank cannot find them if it is on another node.
+                # Delete all damaged copies in this node's files now, because ranks of other nodes cannot
+                # check these files.
                 _drop_damaged((file.place for file in files), tell)
                 raise ValueError("the checksum is wrong")
         private, words, index = slot.read_only()

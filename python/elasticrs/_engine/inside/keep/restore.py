@@ -298,16 +298,17 @@ def _is_view(tensor: torch.Tensor) -> bool:
 def _without_repetition(
     path: Path, target: torch.Tensor, source: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the parts of both tensors that have each number of the memory of ``target`` once. Torch does not
-    write into the other parts, which are in the same memory: those that ``Tensor.expand`` has added.
+    """Return both tensors without the repetitions that ``Tensor.expand`` has made in ``target``. Keep only
+    the first index of an expanded dimension (stride 0). All of its indices share the same memory, so torch
+    refuses to write to it.
 
     Raises:
-        DifferentError: ``source`` has different numbers where ``target`` has the same memory.
+        DifferentError: ``source`` has different numbers where ``target`` repeats the same memory.
     """
     for dimension, stride in enumerate(target.stride()):
         if stride == 0 and target.shape[dimension] > 1:
             target, first = target.detach().narrow(dimension, 0, 1), source.narrow(dimension, 0, 1)
-            # Compare bytes, because a number that is not a number is unequal to itself.
+            # Compare bytes instead of numbers, because NaN is not equal to itself.
             pair = first.expand_as(source), source
             if not torch.equal(*(each.contiguous().view(torch.uint8) for each in pair)):
                 raise DifferentError(f"{trees.spell(path)} repeats its numbers, and the kept one does not")

@@ -114,7 +114,7 @@ class Parts:
         return None
 
     def path_of(self, tensor: torch.Tensor) -> Path:
-        """Return the keys under which one of the tensors is in the state."""
+        """Return the path of a tensor in the state (the keys that lead to it), or the first of its paths."""
         return next(path for path, each in zip(self.paths, self.tensors, strict=True) if each is tensor)
 
 

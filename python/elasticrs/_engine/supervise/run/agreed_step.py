@@ -252,8 +252,7 @@ class AgreedSteps:
 
     def pass_on(self, signum: int, tell: Tell | None) -> None:
         """Send a signal to the workers without stopping the job. If all ranks can agree on a training step,
-        send the signal at the start of that step. If it already waits for a step, do
-        nothing.
+        send the signal at the start of that step. Do nothing if this signal is already held back for a step.
         """
 
         def send(_waited: float) -> Sequence[int]:

@@ -123,7 +123,8 @@ class Keeping:
             shared["reader"] = _readable(choice, places, saved)
             shared["folder"] = choice.folder
         if choice is not None and choice.step is not None and saved is None and self._world == 1:
-            # If the copy of the chosen step is damaged, the only rank need not agree with others on another.
+            # Choose an older step, too. If the copy of the chosen step is damaged, the only rank restores the
+            # older one at once, because there is no other rank with which it must agree.
             older = self._chosen(holdings, 1, older_than=choice.step)
             older = older.replaced(why="the newer copy is damaged")
             if older.step is not None:
@@ -220,7 +221,7 @@ class Keeping:
     def _chosen(
         self, holdings: Mapping[int, Holding], world: int, *, older_than: int | None = None
     ) -> Choice:
-        """Choose the step that the next attempt restores, or an older one: one before ``older_than``."""
+        """Choose the step that the next attempt restores: if given, only from steps before ``older_than``."""
         from elasticrs._engine.inside.keep.choice import choose
 
         bars = [older_than, None if self._loop is None else self._loop.barred_from]

@@ -460,8 +460,8 @@ class Agent:
 
     def pass_on(self, signum: int, tell: Tell | None = None) -> None:
         """Send a signal to the workers without stopping the job; see :meth:`.AgreedSteps.pass_on`. Call
-        ``tell`` once, when the signal is sent. While workers are being started, wait for that: some may
-        already run.
+        ``tell`` once, when the signal is sent. If workers are being started, store the signal and send it
+        when all of them run.
         """
         if self._decisions.phase is machine.Phase.STARTING:
             self._early[signum] = tell

@@ -287,9 +287,10 @@ class Orders:
         return attempt is not None and attempt.agents_round == known.round
 
     def ask_others(self, take: Callable[[], None] = lambda: None) -> None:
-        """Ask the other nodes' agents for the states of their ranks, unless they have answered within the
-        last two seconds, and then look for late ranks of this node. ``take`` is called, perhaps at once or on
-        another thread, when :meth:`others` returns the new answers and ``Attempt.look`` is new.
+        """Ask the other nodes' agents for the states of their ranks, unless the last answers are less than
+        two seconds old. Then search for late ranks of this node. Finally call ``take``: :meth:`others` and
+        ``Attempt.look`` are up to date then. ``take`` may be called before this method returns, or on
+        another thread.
         """
         take = partial(self._look, take)
         attempt, calls = self._tracker.attempt, self._decisions.calls
