@@ -259,8 +259,9 @@ def test_random_kills_change_nothing(
         options = ("--keep-peers=1",) * (variant == "fsdp")
     ordered = []
     for attempt, (kill, begin) in enumerate(zip(kills, begins, strict=True)):
-        # However late a kill comes, its attempt does not end before it.
-        ordered += [*kill.faults(attempt, begin), f"hang:{attempt}:*:{begin + PACE}"]
+        # However late a kill comes, its attempt ends no step that the next attempt may not begin at.
+        last = begin if kill.kind in SHORT else begin + PACE - 1
+        ordered += [*kill.faults(attempt, begin), f"hang:{attempt}:*:{last + 1}"]
     how = {"ranks": ranks, "nodes": nodes, "options": options}
     hurt = ForkedJob(launch_with_torch, tmp_path / "hurt", *arguments, *faults(*ordered), **how)
     for attempt, kill in enumerate(kills):
