@@ -408,18 +408,19 @@ class WorkerRaised:
 
 @final
 class WorkersKilled:
-    """Workers did not exit in time. SIGKILL is sent to them now."""
+    """SIGKILL is sent to workers now, because they did not exit in time or because of a second request."""
 
     @property
     def local_ranks(self) -> list[int]: ...
     @property
     def pids(self) -> list[int]: ...
     @property
-    def reason(self) -> Literal["signal", "slow exit", "stalled exit"]:
+    def reason(self) -> Literal["signal", "slow exit", "stalled exit", "request"]:
         """``"signal"``: the workers did not exit within the grace period after a signal. ``"slow exit"``: the
         workers had raised an uncaught exception, got no signal, and were still exiting at the end of the
         grace period, although the exit made progress. ``"stalled exit"``: the workers had raised an uncaught
-        exception, and their exit made no progress.
+        exception, and their exit made no progress. ``"request"``: SIGKILL was requested
+        while the workers were already being stopped.
         """
     @property
     def signal(self) -> int | None:
@@ -427,7 +428,7 @@ class WorkersKilled:
     @property
     def limit(self) -> float:
         """Time that the workers had for their exit, in seconds: the grace period or, for a stalled exit, the
-        maximum time without progress.
+        maximum time without progress. It is 0 if the reason is ``"request"``.
         """
 
 @final

@@ -152,6 +152,7 @@ def test_a_later_sigterm_or_sigquit_ends_the_grace_period_but_sighup_does_not(ru
     launched.signal(second)
     launched.exits(1)
     assert launched.stdout.count("SAVED") == (N if saves else 0)
+    assert launched.stderr.count(f"ranks 0-{N - 1} were killed") == (not saves)
 
 
 @pytest.mark.beyond_torchrun

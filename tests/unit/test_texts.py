@@ -19,6 +19,7 @@ from elasticrs._engine.job.phrases import (
     signal_name,
     stop_line,
 )
+from elasticrs._engine.process.signals import how_to_hasten
 from elasticrs._engine.supervise.hang_diagnosis import seconds
 
 
@@ -30,7 +31,8 @@ def test_restart_and_stop_messages_match_the_golden_file(golden):
         restart_line("rank 0 (pid 7) exited with code 1", 1, "1 of 1", "now"),
         restart_line("rank 0 (pid 7) exited with code 1", 0, "1 of 1", "now"),
     ]
-    stops = [stop_line(15, 15, 30.0), stop_line(2, 2, 30.0), stop_line(2, 9, 0.0)]
+    stops = [stop_line(signum, signum, 30.0, again=how_to_hasten(signum)) for signum in (15, 2, 1)]
+    stops += [stop_line(2, 9, 0.0)]
     stops += [stop_line(15, signum, 30.0, have_exited=True) for signum in (15, 9)]
     texts = {"end of a worker": ends, "end of the nursery": nurseries, "restart": restarts, "stop": stops}
     golden("restarts-and-stops", {title: "\n".join(lines) for title, lines in texts.items()})

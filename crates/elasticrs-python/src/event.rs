@@ -282,6 +282,7 @@ pub(crate) fn to_python(py: Python<'_>, event: Event) -> PyResult<Py<PyAny>> {
                 KillReason::AfterSignal(signal) => ("signal", Some(signal.number())),
                 KillReason::SlowExit => ("slow exit", None),
                 KillReason::StalledExit => ("stalled exit", None),
+                KillReason::Request => ("request", None),
             };
             object(py, WorkersKilled { local_ranks, pids, reason, signal, limit: limit.as_secs_f64() })
         }

@@ -238,7 +238,7 @@ pub struct WorkersKilled {
     pub workers: Vec<(u32, i32)>,
     pub reason: KillReason,
     /// Time limit that the workers exceeded: the grace period or, for a stalled exit, the maximum time without
-    /// progress.
+    /// progress. Zero for [`KillReason::Request`].
     pub limit: Duration,
 }
 
@@ -252,6 +252,8 @@ pub enum KillReason {
     SlowExit,
     /// The workers had raised an uncaught exception, and stalled while they were exiting.
     StalledExit,
+    /// SIGKILL was requested while the workers were already being stopped.
+    Request,
 }
 
 /// A hanging worker, and the state of all workers when the hang was detected.

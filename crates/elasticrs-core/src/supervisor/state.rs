@@ -443,13 +443,17 @@ impl Group {
                     member.stop_role = StopRole::Usual;
                 }
                 self.is_overdue = false;
+                let killed = self.killed_by(policy);
                 self.begin_stop(policy, None);
+                if let Some(killed) = killed {
+                    self.report(Event::WorkersKilled(killed));
+                }
             }
             Phase::Sweeping { lingering: true } => {
                 self.outcome = Outcome::Stopped;
                 self.sweep(AT_ONCE);
             }
-            Phase::Saving if policy.is_hard() => self.end_saves(),
+            Phase::Saving if policy.is_hard() => self.kill_savers(KillReason::Request, Duration::ZERO),
             Phase::Saving => {
                 self.grace = self.grace.min(policy.grace);
                 self.effects.push(Effect::Hasten(Deadline::Kill, policy.grace));

@@ -36,8 +36,6 @@ def prefix(time_ns: int | None = None, node: str = "", group_rank: int | None = 
     return f"{NAME}[{' '.join(parts)}]: " if parts else f"{NAME}: "
 
 
-AGAIN = " (at once if sent again)"
-
 NOT_STARTED = "the workers could not be started"
 
 
@@ -188,10 +186,17 @@ def gone_with_the_job(*, has_folder: bool) -> str:
 
 
 def stop_line(
-    asked: int | None, signum: int, grace: float, *, have_exited: bool = False, order: str = ""
+    asked: int | None,
+    signum: int,
+    grace: float,
+    *,
+    have_exited: bool = False,
+    order: str = "",
+    again: str = "",
 ) -> str:
     """Report that signal ``asked`` stops the job, and that ``signum`` goes to the workers, if any are left.
-    The workers are killed after ``grace`` seconds. After a second request to stop, the two signals differ.
+    The workers are killed after ``grace`` seconds, or earlier as the note ``again`` says. After a second
+    request to stop, the two signals differ.
     """
     if order:
         limit = f", SIGKILL in {grace:g} s" if asked == signum else ""
@@ -202,7 +207,7 @@ def stop_line(
         return f"second stop request: {consequence}"
     if have_exited:
         return f"{signal_name(asked)} received: stopping the job; no workers are running"
-    return f"{signal_name(asked)} received: passing it on to the workers, SIGKILL in {grace:g} s{AGAIN}"
+    return f"{signal_name(asked)} received: passing it on to the workers, SIGKILL in {grace:g} s{again}"
 
 
 def relayed(signum: int, after: float, limit: float) -> str:
@@ -214,8 +219,10 @@ def relayed(signum: int, after: float, limit: float) -> str:
 
 
 def killed(who: str, event: WorkersKilled) -> str:
-    """Report workers that were killed for not exiting in time. What they saved may be incomplete."""
+    """Report workers that were killed. What they saved may be incomplete."""
     was, it = ("was", "it") if len(event.local_ranks) == 1 else ("were", "they")
+    if event.reason == "request":
+        return f"{who} {was} killed; what {it} saved may be incomplete"
     if event.reason == "stalled exit":
         return f"{who} had raised, made no progress exiting for {event.limit:g} s, and {was} killed"
     if event.signal is None:

@@ -122,6 +122,15 @@ KEYBOARD = frozenset((signal.SIGINT, signal.SIGQUIT))
 """Stop signals that a user can send from the keyboard."""
 
 
+def how_to_hasten(signum: int) -> str:
+    """Return a note that says how to kill the workers before the end of their grace period: by sending the
+    stop signal ``signum`` again. Return an empty string if sending it again has no effect.
+    """
+    if signum in KEYBOARD:
+        return " (at once if sent again)"
+    return f" (at once if sent again after {RELAY:g} s)" if signum == signal.SIGTERM else ""
+
+
 class StopRequests:
     """Decides whether a stop signal is a new request to stop, or only repeats an earlier one."""
 

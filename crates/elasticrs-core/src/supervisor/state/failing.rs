@@ -16,7 +16,7 @@ use super::{
     Deadline, Effect, Event, GIVE_UP_AFTER, Group, Member, Outcome, Pause, Phase, Place, StopRole, SweepOutcome,
     TimerExpired, WorkerRaised, to_group,
 };
-use crate::spec::StopScope;
+use crate::spec::{StopPolicy, StopScope};
 use crate::supervisor::event::{ExitStage, KillReason, StartFailure, WorkersKilled};
 
 impl Group {
@@ -274,8 +274,7 @@ impl Group {
     /// were already sent SIGKILL.
     pub(super) fn overdue_workers(&self) -> Vec<WorkersKilled> {
         let mut killed: Vec<WorkersKilled> = Vec::new();
-        let is_overdue = |m: &&Member| m.runs() && m.sent != Some(Signal::KILL) && !m.is_excused();
-        for member in self.members.iter().filter(is_overdue) {
+        for member in self.still_running() {
             let (reason, worker) = (member.why_overdue(), (member.local_rank, member.pid));
             match killed.iter_mut().find(|killed| killed.reason == reason) {
                 Some(killed) => killed.workers.push(worker),
@@ -283,6 +282,18 @@ impl Group {
             }
         }
         killed
+    }
+
+    /// Returns the workers that a second stop request kills although they may be saving. `None` if there are none.
+    pub(super) fn killed_by(&self, policy: StopPolicy) -> Option<WorkersKilled> {
+        let workers: Vec<_> = self.still_running().map(|m| (m.local_rank, m.pid)).collect();
+        let (reason, limit) = (KillReason::Request, Duration::ZERO);
+        (policy.is_hard() && !workers.is_empty()).then_some(WorkersKilled { workers, reason, limit })
+    }
+
+    /// Returns the running workers that were not yet sent SIGKILL, except the excused workers.
+    fn still_running(&self) -> impl Iterator<Item = &Member> {
+        self.members.iter().filter(|m| m.runs() && m.sent != Some(Signal::KILL) && !m.is_excused())
     }
 }
 

@@ -3,6 +3,8 @@
 //! A worker may be a wrapper, such as a shell, that starts the trainer and does not forward signals. The stop signal
 //! kills the wrapper, but the trainer handles the signal and saves a checkpoint.
 
+use std::time::Duration;
+
 use elasticrs_nursery::protocol::{Savers, SweepLimits};
 use elasticrs_sys::signal::Signal;
 
@@ -36,9 +38,13 @@ impl Group {
     /// Kills the processes that are still saving at the end of the grace period, and reports them.
     pub(super) fn on_overdue_saves(&mut self) {
         let Some(signal) = self.stop_signal else { return };
+        self.kill_savers(KillReason::AfterSignal(signal), self.grace);
+    }
+
+    /// Kills the processes that are still saving, and reports the workers that left them behind.
+    pub(super) fn kill_savers(&mut self, reason: KillReason, limit: Duration) {
         let workers = self.members.iter().filter(|m| is_wrapper(m)).map(|m| (m.local_rank, m.pid)).collect();
         self.end_saves();
-        let (reason, limit) = (KillReason::AfterSignal(signal), self.grace);
         self.report(Event::WorkersKilled(WorkersKilled { workers, reason, limit }));
     }
 

@@ -2,7 +2,7 @@ use std::collections::BTreeSet;
 
 use proptest::prelude::*;
 
-use self::exits::{failed_by_itself, lost_peer, raised, sampled};
+use self::exits::{failed_by_itself, killed, lost_peer, raised, sampled};
 use self::hangs::{DELAYED, FOUR_SECONDS, after_evidence, remote_hang, snapshot};
 use super::*;
 use crate::supervisor::event::{ExitStage, KillReason, Origin, WorkersKilled};
@@ -158,8 +158,10 @@ fn a_later_stop_can_only_shorten_the_grace_period() {
     let _ = group.on_input(Input::Stop(TERM_30));
     let effects = group.on_input(Input::Stop(TERM_30));
     assert!(effects.contains(&Effect::Hasten(Deadline::Kill, TERM_30.grace)), "{effects:?}");
+    let _ = group.on_input(exited(100, DONE));
     let effects = group.on_input(Input::Stop(KILL));
     assert_eq!(signals(&effects), PIDS.map(|pid| (pid, Signal::KILL)));
+    assert_eq!(killed(&effects), [(vec![1, 2, 3], KillReason::Request, 0)]);
     assert_eq!(group.on_input(Input::Stop(TERM_30)), [], "nothing is softer than SIGKILL already sent");
 }
 

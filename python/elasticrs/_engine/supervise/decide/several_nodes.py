@@ -18,6 +18,7 @@ from elasticrs._engine.nodes.hosting import SystemResolver, decide_hosting
 from elasticrs._engine.nodes.protocol import messages
 from elasticrs._engine.nodes.protocol.records import silence_of, step_of
 from elasticrs._engine.nodes.rendezvous_store import node_name
+from elasticrs._engine.process.signals import how_to_hasten
 from elasticrs._engine.supervise import state_machine as machine
 from elasticrs._engine.supervise.decide.decisions import Decisions
 from elasticrs._engine.supervise.failed_attempt import (
@@ -233,7 +234,7 @@ class SeveralNodes(Decisions):
             what, ends_the_job, self.leaves = "this node leaves the job", False, True
             reason = f"elasticctl {event.order}" if event.order else name
         if self._group_exists and (event.now or not was_leaving):
-            again = phrases.AGAIN if ends_job is None else _NOW if ends_job else ""
+            again = how_to_hasten(signum) if ends_job is None else _NOW if ends_job else ""
             first = "" if ends_job is None else f"{name} to the workers, "
             grace = f"{first}SIGKILL in {self._job.shutdown_timeout:g} s{again}"
             what += f"; {'SIGKILL to the workers' if event.now else grace}"

@@ -17,7 +17,7 @@ from elasticrs._engine.job.config import control_folder_from
 from elasticrs._engine.job.restart_policy import Verdict
 from elasticrs._engine.process.background_call import FileAccess
 from elasticrs._engine.process.console import END_PATIENCE, Console
-from elasticrs._engine.process.signals import RELAY, StopRequests, suspend
+from elasticrs._engine.process.signals import RELAY, StopRequests, how_to_hasten, suspend
 from elasticrs._engine.supervise import state_machine as machine
 from elasticrs._engine.supervise.run.tracker import AttemptTracker
 from elasticrs._engine.workers.plan import KEEP_OFF, MemoryFiles
@@ -431,7 +431,12 @@ class Agent:
                 have_exited = attempt is not None and attempt.has_ended
                 asked = self._decisions.signum
                 line = phrases.stop_line(
-                    asked, action.signum, action.grace, have_exited=have_exited, order=self._stop_order
+                    asked,
+                    action.signum,
+                    action.grace,
+                    have_exited=have_exited,
+                    order=self._stop_order,
+                    again=how_to_hasten(action.signum),
                 )
                 self._console.say(line)
             self._stop(action)

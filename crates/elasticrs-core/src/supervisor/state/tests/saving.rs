@@ -1,6 +1,5 @@
 //! Tests for processes that are still saving after a stop signal has killed their worker.
 
-use super::exits::killed;
 use super::*;
 
 /// Stops the group, and makes the workers exit with `exits`. Returns the effects of the last exit.
@@ -60,12 +59,15 @@ fn the_siblings_of_a_failed_worker_may_save_as_well() {
 #[test]
 fn a_second_stop_the_fence_or_the_loss_of_the_nursery_end_the_saves() {
     let lost = Input::NurseryLost(NurseryExit { exit: KILLED, hung: false });
-    for input in [Input::Stop(KILL), Input::Fenced, lost] {
+    let requested = vec![(vec![0, 1, 2, 3], KillReason::Request, 0)];
+    for (input, named) in [(Input::Stop(KILL), requested), (Input::Fenced, vec![]), (lost, vec![])] {
         let mut group = lingering();
         let _ = stopped_with(&mut group, [ENDED; 4]);
         let soon = StopPolicy { grace: Duration::from_secs(3), ..TERM_30 };
         assert_eq!(group.on_input(Input::Stop(soon)), [Effect::Hasten(Deadline::Kill, soon.grace)]);
-        assert_eq!(group.on_input(input), [Effect::Sweep(AT_ONCE), Effect::Disarm(Deadline::Kill)]);
+        let effects = group.on_input(input);
+        assert_eq!(effects[..2], [Effect::Sweep(AT_ONCE), Effect::Disarm(Deadline::Kill)]);
+        assert_eq!((killed(&effects), effects.len()), (named.clone(), 2 + named.len()));
         assert_eq!(group.on_input(Input::Expired(Deadline::Kill)), [], "they are killed already");
     }
 }
