@@ -298,18 +298,32 @@ def test_a_failed_job_of_several_nodes_says_which_step_is_gone(launch, worker_sc
     assert "has ended with the job" not in job.stderr
 
 
-def test_a_node_that_leaves_does_not_tell_the_end_of_the_job(launch, worker_script):
+@pytest.mark.parametrize(
+    ("state", "options", "others"),
+    [
+        ("MODE=1", (), "the other nodes keep theirs"),
+        ("MODE=2", (), "no other node has its part of the state, because --keep-peers is 0"),
+        (
+            "MODE=2, SECURED=7",
+            ("--keep-peers=1", "--keep-grace=4"),
+            "no other node got a second one within --keep-grace (4 s), so the job goes on from step 6",
+        ),
+        ("MODE=2, SECURED=8", ("--keep-peers=1",), "another node has a second one"),
+    ],
+    ids=["replicated", "sharded", "too late", "with partners"],
+)
+def test_a_node_that_leaves_does_not_tell_the_end_of_the_job(launch, worker_script, state, options, others):
     port = ports.free()
-    body = '    join(ended=7); keep(0, 6); keep(1, 7); os.write(1, b"KEPT\\n"); signal.pause()\n'
-    script = worker_script(KEEPS + body)
-    agents = [launch(*meeting("2", port), script) for _ in range(2)]
+    body = f'    join(ended=7); keep(0, 6); keep(1, 7); put(0, {state}); os.write(1, b"KEPT\\n")\n'
+    script = worker_script(KEEPS + body + "    signal.pause()\n")
+    agents = [launch(*meeting("2", port), *options, script) for _ in range(2)]
     for agent in agents:
         agent.wait_for_line("KEPT")
     stays, leaves = sorted(agents, key=lambda agent: not ports.listens(agent.pid, port))
     leaves.signal(signal.SIGTERM)
     assert leaves.wait() == 1
     gone = "keep: the copy of step 7 in the memory of this node"
-    assert f"{gone} is deleted, because the node leaves the job; the other nodes keep theirs" in leaves.stderr
+    assert f"{gone} is deleted, because the node leaves the job; {others}" in leaves.stderr
     stays.signal(signal.SIGTERM)
     assert stays.wait() == 1
 

@@ -415,6 +415,21 @@ def test_each_node_has_the_copies_of_another_one_and_keeps_the_secured_ones(rank
     assert all(file.words[Head.SECURED] == steps[-1] + 1 for file in made.own)
 
 
+def test_the_step_at_which_a_node_leaves_is_secured_also_while_a_copy_is_being_sent(ranks):
+    found = ranks(2)
+    found.begin()
+    last = found.copy_all() + 1
+    for rank, schedule in enumerate(found.schedules):
+        schedule.generations.begin_last(last, HANG)
+        found.copy(rank, last)
+        schedule.generations.note_copy(last, is_kept=True)
+    for rank, schedule in enumerate(found.schedules):
+        schedule.generations.await_settled(HANG)
+        assert schedule.generations.secured == last
+        assert found.own[rank].words[Head.SECURED] == last + 1
+        assert found.taken(rank)[last] == content(last, 1 - rank)
+
+
 def test_without_partners_ranks_know_which_copies_the_others_have(ranks):
     made = ranks(3, every=2, has_partners=False, mode=Mode.AUTO)
     agreed = [schedule.generations for schedule in made.schedules]
@@ -820,6 +835,29 @@ def test_a_lost_node_costs_the_steps_since_the_last_secured_copy(agents):
     assert "from the copy on node" in lines
     assert sorted(words[2] for words in begun) == ["('memory',", "('memory',", "('peer',"]
     assert all(words[3] == "True)" for words in begun)
+
+
+@pytest.mark.torch
+@pytest.mark.slow
+def test_a_drained_node_of_sharded_state_costs_no_step(agents):
+    job = agents(3, "40", "0")
+    assert [agent.wait() for agent in job] == [0, 0, 0]
+    expected = said(job, "END")
+    job = agents(4, "40", "0.05")
+    host, *others = job
+    host.wait_for_line(r"STEP 1 \d 22")
+    for agent in others:
+        agent.read_for(0.05)
+    drained = next(agent for agent in others if said([agent], "BEGIN"))
+    drained.signal(signal.SIGTERM)
+    left = [agent for agent in job if agent is not drained]
+    assert [agent.wait() for agent in (*left, drained)] == [0, 0, 0, 1]
+    ended = max(int(line.split()[1]) for line in said(job, "STEP 1"))
+    begun = {tuple(line.split()[1:]) for line in said(left, "BEGIN 2")}
+    assert begun == {(f"{ended}", "('memory',", "True)"), (f"{ended}", "('peer',", "True)")}
+    assert said(left, "END") == expected
+    assert f"step {ended} in the memory of this node is deleted" in drained.stderr
+    assert "another node has a second one" in drained.stderr
 
 
 @pytest.mark.torch

@@ -176,7 +176,7 @@ def never_says_that_it_is_idle(member, registration, number):
 
 
 @instead_of(Member.stop)
-def stops_are_forgotten(self, why, *, fenced=False, hung=None, planned=False, after_failure=False):
+def stops_are_forgotten(self, why, **_facts):
     if self.workers is not None:
         self.workers.is_stopping = True
 

@@ -296,7 +296,8 @@ class Stop(Action):
     """Stop the workers. SIGKILL follows after ``grace`` seconds. Answered by :class:`GroupEnded`.
     ``is_announced``: the user knows the reason. ``hung``: a worker on another node that may be waiting for
     ranks here, so this node first collects evidence. ``is_planned``: nothing has failed, so the workers may
-    first go on to a common step (:mod:`.agreed_step`).
+    first go on to a common step (:mod:`.agreed_step`). ``node_leaves``: a node leaves the job, which the
+    others continue.
     """
 
     signum: int
@@ -304,6 +305,7 @@ class Stop(Action):
     is_announced: bool = False
     hung: HungElsewhere | None = None
     is_planned: bool = False
+    node_leaves: bool = False
 
 
 class AnnounceRestart(Action):

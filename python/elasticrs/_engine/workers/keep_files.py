@@ -15,7 +15,7 @@ import os
 import time
 
 from elasticrs._engine.inside.keep import layout
-from elasticrs._engine.inside.keep.layout import Agreed, Head, Slot, SlotState
+from elasticrs._engine.inside.keep.layout import Agreed, Head, Mode, Slot, SlotState
 from elasticrs._engine.job.value import Value
 
 TYPE_CHECKING = False
@@ -133,6 +133,10 @@ class KeepFiles:
     def was_replicated(self, local_rank: int) -> bool:
         """Return true if the ranks of several nodes have found that they all have the same state."""
         return self._word(self._fds[local_rank], Head.WAS_REPLICATED) == 1
+
+    def is_sharded(self, local_rank: int) -> bool:
+        """Return true if it is known that each rank has only a part of the state."""
+        return self._word(self._fds[local_rank], Head.MODE) == Mode.SHARDED
 
     def agreed(self) -> Choice | None:
         """Return the step on which the workers of several nodes have agreed. The first worker of this node

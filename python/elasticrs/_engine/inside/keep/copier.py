@@ -12,6 +12,7 @@ import socket
 import threading
 import time
 from _thread import start_new_thread
+from math import ceil
 from operator import add, and_, eq, le
 from time import monotonic_ns
 
@@ -58,6 +59,9 @@ _PACE = 1_000_000_000
 """Assumed speed of a copy, in bytes per second, until the first copy has been timed."""
 
 _LEAST_PACE_MS = 10
+
+_PACES_OF_LIMIT = 3
+"""The agent waits for a copy at most for this multiple of the duration that it has been told."""
 
 _INDEX_ROOM = 16384
 """Minimum bytes that are left free behind the index of a copy (random numbers and the like, and descriptions
@@ -174,6 +178,9 @@ class Copier:
         self.is_ordered = self._awaits_stop = False
         """The first is true from the agent's first order on, which it gives because it is about to stop this
         process. The second is true from the copy after an order until the training has waited for its stop.
+        """
+        self._hands_over = False
+        """True if another node has to get the copy that the agent orders next, before the order is answered.
         """
         self._is_copied = threading.Event()
         """Set while no periodic copy reads the tensors of the program."""
@@ -296,7 +303,7 @@ class Copier:
 
     def _limit(self) -> float:
         """Return how many seconds the agent waits for this process's copy before it stops the process."""
-        return min(self._grace, max(0.5, 3 * self._told_pace / 1000))
+        return min(self._grace, max(0.5, _PACES_OF_LIMIT * self._told_pace / 1000))
 
     def wait_until_complete(self, limit: float) -> None:
         """Wait until the copy that was begun last can be restored, at most ``limit`` seconds."""
@@ -310,6 +317,14 @@ class Copier:
         if self._is_joined:
             self._is_joined = False
             self._notify(b"keep left")
+
+    def hand_over_next(self) -> None:
+        """Let the agent's next order be answered only when another node has this rank's copy, or at the end
+        of ``grace``, because a node leaves the job. Call this when all ranks stand at the same step.
+        """
+        self._hands_over, self._told_pace = True, ceil(1000 * self._grace / _PACES_OF_LIMIT)
+        if self._is_joined:
+            self._tell_pace()
 
     def finish(self, limit: float) -> None:
         """End the copying thread, after the copy that it is making. Wait at most ``limit`` seconds for it."""
@@ -357,7 +372,16 @@ class Copier:
     def _obey(self) -> None:
         self.is_ordered = True
         patience = max(_PATIENCE, 1.5 * self._change_ns / 1e9)
-        self._file.words[Head.ANSWER] = self._try_copy(Why.AT_DEATH, patience)
+        generations, boundary = self._ranks.generations, self._boundary
+        if not self._hands_over or generations is None or boundary is None or not self._is_stop_planned():
+            self._file.words[Head.ANSWER] = self._try_copy(Why.AT_DEATH, patience)
+        else:
+            until = time.monotonic() + self._limit()
+            generations.begin_last(boundary.step, self._limit())
+            self._file.words[Head.ANSWER] = self._try_copy(Why.AT_DEATH, patience)
+            is_kept = any(slot.complete_step == boundary.step for slot in self._file.slots)
+            self._note_copy(boundary, is_kept=is_kept)
+            generations.await_settled(until - time.monotonic())
         self._notify(b"keep answered")
 
     def _serve(self, message: bytes) -> None:
@@ -584,13 +608,16 @@ class Copier:
     def _join(self) -> None:
         """Tell the agent that this process can copy its state on an order, and how long that should take."""
         boundary, words = self._boundary, self._file.words
-        if self.is_blind or self.is_off or boundary is None:
+        if self.is_blind or self.is_off or self._hands_over or boundary is None:
             return
         expected = words[Head.LAST_NS] // 1_000_000 or boundary.parts.size * 1000 // _PACE
         pace = max(_LEAST_PACE_MS, expected + self._change_ns // 1_000_000)
         if not self._is_joined or not self._told_pace / 1.5 <= pace <= self._told_pace * 1.5:
             self._told_pace, self._is_joined = pace, True
-            self._notify(b"keep joined %s %d" % (self._name[1:].hex().encode(), pace))
+            self._tell_pace()
+
+    def _tell_pace(self) -> None:
+        self._notify(b"keep joined %s %d" % (self._name[1:].hex().encode(), self._told_pace))
 
     def _notify(self, message: bytes) -> None:
         if self._notices:

@@ -6,7 +6,7 @@ import atexit
 import os
 import sys
 from functools import wraps
-from time import monotonic_ns
+from time import monotonic, monotonic_ns
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -22,7 +22,7 @@ from elasticrs._engine.inside.keep.file import (
     say,
     say_for_all,
 )
-from elasticrs._engine.inside.keep.layout import Head, Slot
+from elasticrs._engine.inside.keep.layout import Agreed, Head, Slot
 from elasticrs._engine.inside.keep.schedule import Schedule
 from elasticrs._engine.inside.keep.state import Collector
 from elasticrs._engine.job import phrases
@@ -47,6 +47,11 @@ _REFUSAL_LIMIT = 10.0
 _EXIT_LIMIT = 10.0
 """Maximum seconds for which the program, when it exits, waits for a copy that is being made."""
 
+
+_HAND_OVER_LIMIT = 3.0
+"""Maximum seconds for which a rank that gets no order to copy its state waits until another node has its
+copy. The agent does not wait for the rank much longer.
+"""
 
 _active: Keeper | None = None
 """The object that keeps the state of this process; ``None`` without one."""
@@ -660,11 +665,24 @@ class Keeper:
     def keep_before_stop(self) -> None:
         """Copy the state at the end of the last step, because this process is about to be stopped between two
         steps. Do so only if the agent could not order a copy later: the state is on a GPU, or may change
-        outside of torch's optimizers. Wait until the copy is complete.
+        outside of torch's optimizers. Wait until the copy is complete. If a node leaves the job, and another
+        node has to get copies for that, also wait until all nodes have theirs.
         """
-        if self._copier.is_blind and self._boundary is not None and not self._has_changed:
+        if self._boundary is None or self._has_changed:
+            return
+        has_partners = self._peers is not None and self._peers.has_partners
+        is_needed = self._file.words[Agreed.NODE_LEAVES] and not self._schedule.is_replicated()
+        generations = self._schedule.generations if has_partners and is_needed else None
+        until = monotonic() + min(self._plan["grace"], _HAND_OVER_LIMIT)
+        if self._copier.is_blind:
+            if generations is not None:
+                generations.begin_last(self._boundary.step, until - monotonic())
             self._copier.end_step(self._boundary, is_due=True, is_check=False)
             self._copier.wait_until_complete(_EXIT_LIMIT)
+            if generations is not None:
+                generations.await_settled(until - monotonic())
+        elif generations is not None:
+            self._copier.hand_over_next()
 
     def _excepthook(
         self, kind: type[BaseException], error: BaseException, trace: TracebackType | None

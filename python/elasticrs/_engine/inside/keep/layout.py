@@ -128,6 +128,8 @@ class Agreed:
     """Number of the last request for whose signal the ranks have waited, and whose signal the agent has sent.
     The agent may ask for the next one before the signal arrives.
     """
+    NODE_LEAVES = 70
+    """1 if a node leaves the job at this step, and the others continue. The agent writes this word, too."""
     OWNER = 72
     """Pid of the worker process whose steps are counted. The worker writes this word and those after it."""
     STEPS = 73

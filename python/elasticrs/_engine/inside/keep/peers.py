@@ -35,7 +35,7 @@ from time import monotonic
 from elasticrs._engine.inside.handover import MIN_RATE, without_signals
 from elasticrs._engine.inside.keep import layout
 from elasticrs._engine.inside.keep.file import KeepFile, OffError, say
-from elasticrs._engine.inside.keep.layout import Head, Slot, SlotState
+from elasticrs._engine.inside.keep.layout import Agreed, AgreedState, Head, Slot, SlotState
 from elasticrs._engine.inside.keep.nodes import is_intact, leave, offer_of, take_paced
 from elasticrs._engine.job import phrases
 
@@ -195,9 +195,10 @@ class Peers:
                 if is_whole:
                     self._schedule.note_equal(are_equal)
                 is_secured = is_whole and (not senders or self._are_downloaded(number, step, senders))
+                if self.has_partners and is_secured and step is not None:
+                    # Write this first, because the process may be stopped as soon as the step is settled.
+                    self._own.words[Head.SECURED] = step + 1
                 self._generations.settle(step, is_secured=is_secured)
-                if self.has_partners and self._generations.secured is not None:
-                    self._own.words[Head.SECURED] = self._generations.secured + 1
                 if not self._announce(number, is_whole=is_whole):
                     return
         except _ClosedError:
@@ -228,7 +229,7 @@ class Peers:
         """
         if self._rank == 0:
             for _ in self._looks():
-                if self._schedule.knows_pace() or self._generations.off:
+                if self._schedule.knows_pace() or self._generations.off or self._is_node_leaving():
                     break
             if not is_whole and not self._off and number != self._agreement.plan["step"]:
                 # A rank has no copy, because it learned of the step too late. So announce the steps earlier.
@@ -246,6 +247,9 @@ class Peers:
         if announced is not None:
             self._generations.announce(announced)
         return announced is not None
+
+    def _is_node_leaving(self) -> bool:
+        return self._own.words[Agreed.NODE_LEAVES] != 0 and self._own.words[Agreed.STATE] != AgreedState.NONE
 
     def _tell_off(self, off: dict[str, str], *, is_last: bool) -> None:
         """Tell the user once which ranks make no more copies, the reason, and the consequences."""

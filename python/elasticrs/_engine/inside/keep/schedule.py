@@ -113,6 +113,15 @@ class Generations:
         with self._changed:
             self._copied, self._number = step, number
 
+    def begin_last(self, step: int, limit: float) -> None:
+        """Begin a generation with the copies of ``step``, at which all ranks stand, because a node leaves the
+        job. Before that, wait until the generation before is settled, but at most ``limit`` seconds.
+        """
+        self.await_settled(limit)
+        with self._changed:
+            if self._number < step and not self.off:
+                self._copied = self._number = step
+
     def begin_first(self, step: int | None) -> None:
         """Begin the first generation, number 0, unless all ranks have restored a step. It has the copies of
         ``step`` by which the ranks find out if they have the same state; ``None`` without such a copy.

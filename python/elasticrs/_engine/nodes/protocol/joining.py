@@ -618,7 +618,7 @@ def leave_with(member: Member, outcome: Outcome) -> None:
         member.end_round(Purpose.END_ROUND, {"kind": "left", "message": reason}, None, farewell)
     else:
         _say_farewell(member, link, reason)
-    member.stop("this node leaves the job", planned=True)
+    member.stop("this node leaves the job", planned=True, node_leaves=True)
 
 
 def round_ended(member: Member, link: Link, reply: Reply) -> None:

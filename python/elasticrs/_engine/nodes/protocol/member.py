@@ -364,6 +364,7 @@ class Member:
         planned: bool = False,
         after_failure: bool = False,
         asked: bool = False,
+        node_leaves: bool = False,
     ) -> None:
         """Stop this node's workers, with SIGKILL if ``fenced``. ``why`` is the reason to show to the user."""
         workers = self.workers
@@ -372,7 +373,7 @@ class Member:
         workers.is_stopping = True
         if not fenced:
             self.told_end = workers.round, why
-        self.do(Stop(workers.round, why, fenced, hung, planned, after_failure, asked))
+        self.do(Stop(workers.round, why, fenced, hung, planned, after_failure, asked, node_leaves))
 
     def forget_connection(self) -> None:
         if self.leader is not None:

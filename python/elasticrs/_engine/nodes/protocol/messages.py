@@ -147,6 +147,7 @@ class Stop(Value):
         planned: true if there is no failure, for example because a node joins or leaves.
         after_failure: true if workers failed, usually on another node.
         asked: true if an agent was asked to end the job.
+        node_leaves: true if a node leaves the job, which the others continue.
     """
 
     round: int
@@ -156,6 +157,7 @@ class Stop(Value):
     planned: bool = False
     after_failure: bool = False
     asked: bool = False
+    node_leaves: bool = False
 
 
 class BindStore(Value):

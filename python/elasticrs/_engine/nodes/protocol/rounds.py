@@ -137,8 +137,13 @@ def _ended(member: Member, head: Head) -> None:
     if member.workers is not None:
         hung = head.cause if silence_of(head.cause) is not None else None
         kind = (head.end or {}).get("kind")
-        is_planned = kind in ("scale", "left", "asked")
-        member.stop(end_of(head), hung=hung, planned=is_planned, after_failure=kind == "failure")
+        member.stop(
+            end_of(head),
+            hung=hung,
+            planned=kind in ("scale", "left", "asked"),
+            after_failure=kind == "failure",
+            node_leaves=kind == "left",
+        )
     else:
         look(member)
     if head.is_judged and member.judged_round < head.round:

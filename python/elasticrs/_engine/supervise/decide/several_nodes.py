@@ -363,14 +363,15 @@ class SeveralNodes(Decisions):
         grace, is_planned = self._job.shutdown_timeout, action.planned or action.asked
         if self._is_now:
             return [machine.Stop(machine.SIGKILL, 0.0, is_announced=True)]
-        if self.signum is not None:
-            return [machine.Stop(self.signum, grace, is_announced=True, is_planned=is_planned)]
-        self._console.say(f"{action.why}: stopping the workers of round {action.round}")
-        hung = None
-        if action.hung is not None:
-            hung = _hung_elsewhere(action.hung)
-            self._gathers_evidence = True
-        return [machine.Stop(signal.SIGTERM, grace, is_announced=True, hung=hung, is_planned=is_planned)]
+        signum, hung = self.signum, None
+        if signum is None:
+            signum = signal.SIGTERM
+            self._console.say(f"{action.why}: stopping the workers of round {action.round}")
+            if action.hung is not None:
+                hung = _hung_elsewhere(action.hung)
+                self._gathers_evidence = True
+        how = {"is_planned": is_planned, "node_leaves": action.node_leaves}
+        return [machine.Stop(signum, grace, is_announced=True, hung=hung, **how)]
 
     def _exit(self, outcome: messages.Outcome) -> list[machine.Action]:
         self.clock = self._clock()

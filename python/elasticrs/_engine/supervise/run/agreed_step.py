@@ -247,6 +247,7 @@ class AgreedSteps:
             self._tracker.stop(action.replaced(grace=max(0.0, action.grace - waited)))
             return ()
 
+        self._write(Agreed.NODE_LEAVES, int(action.node_leaves))
         hold = hold_of_stop(action.grace, by_hand=action.signum in KEYBOARD)
         self.begin(action.signum, hold, send, tell, self._exchange("stop"), is_stop=True)
 

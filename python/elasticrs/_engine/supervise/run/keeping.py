@@ -275,10 +275,19 @@ class Keeping:
         nothing if there are none. ``leaves``: true if this node leaves a job that other nodes can continue.
         """
         kept = None if self.files is None else self.files.standing()
-        if kept is not None and kept["step"] is not None:
-            gone = f"keep: the copy of step {kept['step']} in the memory of this node"
+        if self.files is not None and kept is not None and (step := kept["step"]) is not None:
+            gone = f"keep: the copy of step {step} in the memory of this node"
             if leaves:
-                self._say(f"{gone} is deleted, because the node leaves the job; the other nodes keep theirs")
+                others, secured = "the other nodes keep theirs", kept["secured_step"]
+                if any(map(self.files.is_sharded, self._ranks)):
+                    others = "no other node has its part of the state, because --keep-peers is 0"
+                    if self._partners is not None:
+                        limit = f"within --keep-grace ({self._job.keep_grace:g} s)"
+                        others = f"no other node got a second one {limit}"
+                        others += "" if secured is None else f", so the job goes on from step {secured}"
+                    if secured == step:
+                        others = "another node has a second one"
+                self._say(f"{gone} is deleted, because the node leaves the job; {others}")
             else:
                 self._say(f"{gone} {phrases.gone_with_the_job(has_folder=bool(self._job.keep_save))}")
 
