@@ -1570,6 +1570,7 @@ def copy_and_sum(sources: list[int], targets: list[int], lengths: list[int]) -> 
     multiples of 64.
 
     Raises:
+        ChildProcessError: SIGKILL or another signal ended the process that made the copy.
         ValueError: the lists have different lengths.
     """
 

@@ -65,6 +65,53 @@ def test_memory_that_the_program_frees_during_a_copy_ends_neither_the_program_no
     assert step_of(agent) == 3
 
 
+KILLS = """
+from elasticrs._engine.inside.keep import copier
+real = copier.copy_and_sum
+
+def kill(*lists):
+    children, has_ended = f"/proc/self/task/{threading.get_native_id()}/children", threading.Event()
+    def strike():
+        while not has_ended.is_set():
+            with open(children) as file:
+                for helper in map(int, file.read().split()):
+                    os.kill(helper, signal.SIGKILL)
+    killer = threading.Thread(target=strike)
+    killer.start()
+    try:
+        # Copy all tensors a hundred times, so that the helper is killed before it has completed its copy.
+        return real(*(100 * each for each in lists))
+    finally:
+        has_ended.set()
+        killer.join()
+"""
+"""Program that kills each process that copies its state when ``copier.copy_and_sum`` is ``kill``."""
+
+
+def test_a_killed_helper_costs_its_copy_and_only_three_in_a_row_end_the_copies(agent):
+    agent.begin()
+    large = 'net.register_buffer("queue", torch.zeros(5_000_000))\n'
+    with agent.worker(preamble=model(every=2, replicated=True) + large + KILLS) as worker:
+        worker.run("train(1); train(2); train(3)")
+        name = agent.joined()
+        worker.run("copier.copy_and_sum = kill")
+        assert agent.order(name) == Answer.KILLED
+        assert step_of(agent) == 2
+        worker.run("copier.copy_and_sum = real; signal.signal(signal.SIGTERM, lambda *_: None)")
+        assert agent.order(name) == Answer.KEPT
+        assert step_of(agent) == 3
+        worker.run("copier.copy_and_sum = kill")
+        for step in range(4, 9):
+            worker.run(f"train({step})")
+        code, said = worker.end()
+    assert code == 0
+    # After an order, the end of step 4 is copied twice, which is said once.
+    assert said.count("was killed, perhaps because memory is short; the next copy is tried") == 2
+    assert said.count("Keep is off: the process that makes the copy was killed") == 1
+    assert "tensor" not in said
+    assert step_of(agent) == 3
+
+
 ON_GPU = """
 from elasticrs._engine.inside.keep import keeper, state
 waited, made = [], state.Parts.__init__

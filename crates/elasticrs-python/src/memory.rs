@@ -1,7 +1,7 @@
 //! Copies between addresses that come from Python: the only `unsafe` code of this crate, in a file of its own.
 
-use elasticrs_sys::copy::{self, Block};
-use pyo3::exceptions::PyValueError;
+use elasticrs_sys::copy::{self, Block, Incomplete};
+use pyo3::exceptions::{PyChildProcessError, PyValueError};
 use pyo3::prelude::*;
 
 #[pyfunction]
@@ -20,5 +20,9 @@ pub(crate) fn copy_and_sum(
         .collect();
     // SAFETY: the caller in Python guarantees that the addresses and lengths are right, as for `ctypes.memmove`, except
     // that another thread may free a source.
-    Ok(py.detach(|| unsafe { copy::copy_in_helper(&blocks) }))
+    match py.detach(|| unsafe { copy::copy_in_helper(&blocks) }) {
+        Ok(sum) => Ok(Some(sum)),
+        Err(Incomplete::Unreadable) => Ok(None),
+        Err(Incomplete::Killed) => Err(PyChildProcessError::new_err("the process that made the copy was killed")),
+    }
 }

@@ -3,6 +3,7 @@
 use std::ffi::{c_int, c_void};
 use std::{mem, ptr};
 
+use super::process::Waited;
 use super::spawn::{run_in_helper, set_signal_mask};
 
 /// Number of bytes that are copied at once: a line of the processor's cache.
@@ -71,8 +72,17 @@ struct Shared<'a> {
     sum: Option<u64>,
 }
 
+/// Reason why a helper process has not completed a copy.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Incomplete {
+    /// A source was not readable.
+    Unreadable,
+    /// A signal such as SIGKILL ended the helper.
+    Killed,
+}
+
 /// Copies all blocks like [`copy_and_sum`], but in a helper process that shares the memory of this one. If another
-/// thread frees a source during the copy, the access to it ends only the helper. Returns `None` in that case.
+/// thread frees a source during the copy, the access to it ends only the helper.
 ///
 /// If no helper can be started, for example because of a limit of processes, this thread makes the copy.
 ///
@@ -82,17 +92,20 @@ struct Shared<'a> {
 ///
 /// # Panics
 /// The target of a block is not a multiple of 64.
-pub unsafe fn copy_in_helper(blocks: &[Block]) -> Option<u64> {
+pub unsafe fn copy_in_helper(blocks: &[Block]) -> Result<u64, Incomplete> {
     assert!(blocks.iter().all(|block| block.target % LINE == 0), "the target of a copy is not aligned");
     if blocks.is_empty() {
-        return Some(0);
+        return Ok(0);
     }
     let mut shared = Shared { blocks, parent: nix::unistd::getpid().as_raw(), sum: None };
     match run_in_helper(helper_main, &mut shared) {
-        Ok(()) => shared.sum,
+        Ok(ended) => shared.sum.ok_or(match ended {
+            Waited::Changed { status, .. } if libc::WIFEXITED(status) => Incomplete::Unreadable,
+            _ => Incomplete::Killed,
+        }),
         // SAFETY: the caller guarantees what `copy_and_sum` requires, with one exception: another thread may free a
         // source during the copy. Then this process may crash, because no helper could be started.
-        Err(_) => Some(unsafe { copy_and_sum(blocks) }),
+        Err(_) => Ok(unsafe { copy_and_sum(blocks) }),
     }
 }
 
@@ -168,8 +181,11 @@ unsafe fn store(address: usize, line: &Line) {
 #[cfg(test)]
 mod tests {
     use std::num::NonZeroUsize;
+    use std::sync::atomic::{AtomicBool, Ordering};
 
     use nix::sys::mman::{MapFlags, ProtFlags, mmap_anonymous, munmap};
+    use nix::sys::signal::{Signal, kill};
+    use nix::unistd::Pid;
 
     use super::*;
 
@@ -213,10 +229,33 @@ mod tests {
         let unreadable = Block { source: page.as_ptr().expose_provenance(), target: to + 512, length: 512 };
         // SAFETY: the blocks write the 1,024 bytes of `target`. No source overlaps them.
         let sums = unsafe { [copy_in_helper(&[readable]), copy_in_helper(&[readable, unreadable])] };
-        assert_eq!(sums, [Some(64), None]);
+        assert_eq!(sums, [Ok(64), Err(Incomplete::Unreadable)]);
         assert_eq!(target.0[512..], [7; 512]);
         // SAFETY: no other code uses the mapping.
         unsafe { munmap(page, 4096) }.unwrap();
+    }
+
+    #[test]
+    fn a_helper_that_is_killed_is_told_from_a_source_that_is_not_readable() {
+        let (source, mut target) = (vec![1_u8; 64 << 20], vec![0_u8; (64 << 20) + LINE]);
+        let to = target.as_mut_ptr().expose_provenance().next_multiple_of(LINE);
+        let block = Block { source: source.as_ptr().expose_provenance(), target: to, length: source.len() };
+        let children = format!("/proc/self/task/{}/children", nix::unistd::gettid());
+        let has_ended = AtomicBool::new(false);
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                while !has_ended.load(Ordering::Relaxed) {
+                    if let Ok(helper) = std::fs::read_to_string(&children).unwrap().trim().parse() {
+                        let _ = kill(Pid::from_raw(helper), Signal::SIGKILL);
+                    }
+                }
+            });
+            // A helper may have completed its copy before the other thread kills it.
+            // SAFETY: the block writes the 64 MiB of `target` from its first aligned address on.
+            let found = (0..1000).map(|_| unsafe { copy_in_helper(&[block]) }).find(Result::is_err);
+            has_ended.store(true, Ordering::Relaxed);
+            assert_eq!(found, Some(Err(Incomplete::Killed)));
+        });
     }
 
     #[test]

@@ -27,7 +27,7 @@ use nix::sys::prctl;
 use nix::sys::signal::{SigSet, Signal};
 use nix::unistd::{getpid, getppid};
 
-use super::process;
+use super::process::{self, Waited};
 use super::stage::Stage;
 
 const STACK: usize = 256 * 1024;
@@ -258,7 +258,7 @@ pub fn spawn(command: &Command<'_>, stack: &mut Stack) -> Result<Child, Failure>
 /// Runs `entry` with a pointer to `shared` in a helper process that shares the memory of this one. Returns when the
 /// helper has exited. The helper has its own signal handlers, and blocks all signals until it unblocks some of them. It
 /// has no exit signal, so that no other code in this process notices its exit or reaps it.
-pub(super) fn run_in_helper<T>(entry: extern "C" fn(*mut c_void) -> c_int, shared: &mut T) -> nix::Result<()> {
+pub(super) fn run_in_helper<T>(entry: extern "C" fn(*mut c_void) -> c_int, shared: &mut T) -> nix::Result<Waited> {
     let stack = Stack::new()?;
     let before = set_signal_mask(u64::MAX);
     // SAFETY: the stack is a live mapping that no other code uses. `shared` outlives the call, and the child uses it
@@ -267,8 +267,7 @@ pub(super) fn run_in_helper<T>(entry: extern "C" fn(*mut c_void) -> c_int, share
         libc::clone(entry, stack.top(), libc::CLONE_VM | libc::CLONE_VFORK, ptr::from_mut(shared).cast())
     });
     set_signal_mask(before);
-    process::reap(pid?);
-    Ok(())
+    Ok(process::reap(pid?))
 }
 
 fn pointers(strings: &[CString]) -> Vec<*const c_char> {

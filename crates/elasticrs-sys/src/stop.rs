@@ -29,7 +29,7 @@ pub fn stop_unless_continued() -> nix::Result<()> {
     let status = CString::new(format!("/proc/{parent}/task/{}/status", nix::unistd::gettid()));
     let mut shared = Shared { parent, status: status.map_err(|_| Errno::EINVAL)?, buffer: [0; STATUS] };
     // This process stays stopped in this call until it is continued.
-    run_in_helper(child_main, &mut shared)
+    run_in_helper(child_main, &mut shared).map(drop)
 }
 
 /// Blocks each of SIGTSTP and SIGCONT while the handler of the other signal runs. The handlers then run in the order in

@@ -41,6 +41,7 @@ _ANSWERS = {
     Answer.NO_MEMORY: "memory was short",
     Answer.TENSOR_CHANGED: "a tensor changed during the copy",
     Answer.FAILED: "the copy failed",
+    Answer.KILLED: "the process that made the copy was killed",
 }
 
 

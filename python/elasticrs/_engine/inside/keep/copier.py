@@ -63,6 +63,9 @@ _LEAST_PACE_MS = 10
 _PACES_OF_LIMIT = 3
 """The agent waits for a copy at most for this multiple of the duration that it has been told."""
 
+_MOST_KILLED = 3
+"""Number of copies in a row after which no more are made, if a signal ends the process that makes each."""
+
 _INDEX_ROOM = 16384
 """Minimum bytes that are left free behind the index of a copy (random numbers and the like, and descriptions
 of the tensors), so that the index of the next copy may be longer.
@@ -104,6 +107,7 @@ class _Target:
         """Copy all tensors. Return the checksum of the copy.
 
         Raises:
+            ChildProcessError: a signal ended the process that made the copy.
             _MemoryError: the program has shrunk the memory of a tensor, or is replacing it at this moment.
         """
         # Look up the addresses for each copy, because the program may have given a tensor another memory.
@@ -192,6 +196,8 @@ class Copier:
         self._last: int | None = None
         self._check_step: int | None = None
         self._told_pace = _LEAST_PACE_MS
+        self._killed = 0
+        """Number of copies in a row during which a signal ended the process that made the copy."""
         self._is_joined = self.is_off = False
         self.why_off = ""
         self.is_blind = False
@@ -466,25 +472,38 @@ class Copier:
             try:
                 with torch.no_grad():
                     digest = target.copy()
-            except _MemoryError as error:
+            except (ChildProcessError, _MemoryError) as error:
                 slot.drop()
-                name = "a tensor" if error.tensor is None else trees.spell(parts.path_of(error.tensor))
-                reason = f"the memory of {name} is smaller than the tensor, or was replaced during a copy"
-                if self.is_blind:
-                    raise OffError(reason) from error
-                self.go_blind(reason)
-                return Answer.TENSOR_CHANGED
+                return self._note_failure(error, boundary)
             if self._has_changed(boundary):
                 slot.drop()
                 return Answer.TENSOR_CHANGED
         self._sequence += 1
         slot.complete(digest, self._sequence)
-        self._last = number
+        self._last, self._killed = number, 0
         if boundary.step == self._check_step:
             words[Head.CHECK_DIGEST], words[Head.CHECK_STEP] = digest, boundary.step + 1
         words[Head.COPIES] += 1
         words[Head.LAST_BYTES], words[Head.LAST_NS] = parts.size, monotonic_ns() - begun
         return Answer.KEPT
+
+    def _note_failure(self, error: ChildProcessError | _MemoryError, boundary: Boundary) -> int:
+        """Note why a copy has failed. Return the code of :class:`.Answer`. Raise :class:`OffError` if no more
+        copies are to be made.
+        """
+        if isinstance(error, _MemoryError):
+            name = "a tensor" if error.tensor is None else trees.spell(boundary.parts.path_of(error.tensor))
+            reason = f"the memory of {name} is smaller than the tensor, or was replaced during a copy"
+            if self.is_blind:
+                raise OffError(reason) from error
+            self.go_blind(reason)
+            return Answer.TENSOR_CHANGED
+        self._killed += 1
+        killed = "the process that makes the copy was killed, perhaps because memory is short"
+        if self._killed == _MOST_KILLED:
+            raise OffError(f"{killed}, in {_MOST_KILLED} copies in a row") from error
+        say(f"this rank has no copy of step {boundary.step}: {killed}; the next copy is tried")
+        return Answer.KILLED
 
     def _is_ending_step(self) -> bool:
         """Return true if this rank will soon complete a step. That is so if its optimizer is changing the

@@ -185,6 +185,8 @@ class Answer:
     NO_MEMORY = 4
     TENSOR_CHANGED = 5
     FAILED = 6
+    KILLED = 7
+    """The process that made the copy was ended by a signal."""
 
 
 class Slot:
