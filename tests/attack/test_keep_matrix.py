@@ -354,8 +354,10 @@ def test_forks_of_a_worker_do_not_disturb(job, calm, variant):
         # While the state is restored, in one attempt, and in two.
         (("kill:0:1:24", "restore:1:0:0"), 0),
         (("kill:0:1:24", "restore:1:0:0", "restore:2:1:0"), 24),
+        # Soon after a restart, when the copy from before the restart is not overwritten.
+        (("kill:0:0:16", "kill:1:0:34", "kill:2:0:47", "copy:2:1:47"), 8),
     ],
-    ids=["copy", "kill+copy", "raise+copy", "restore", "restore twice"],
+    ids=["copy", "kill+copy", "raise+copy", "restore", "restore twice", "after a restart"],
 )
 @pytest.mark.parametrize("more", [(), ("--sharded",)], ids=["replicated", "sharded"])
 def test_a_second_kill_at_the_worst_moment(job, calm, first, most, more):

@@ -22,7 +22,7 @@ from elasticrs._engine.job import phrases
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
     from typing import Any
 
 _CHUNK = 1 << 25
@@ -313,8 +313,9 @@ class Ring:
     def __init__(self, file: KeepFile) -> None:
         self._file, self._map = file, file.map(0)
 
-    def put(self, step: int, is_end: bool, data: bytes) -> None:
-        """Write a record of a step. ``is_end`` is false if the optimizer of this step has not run yet.
+    def put(self, step: int, is_end: bool, data: bytes, *, is_copied: bool = False) -> None:
+        """Write a record of a step. ``is_end`` is false if the optimizer of this step has not run yet. If
+        ``is_copied`` is true, the record is that of the last copied step, and stays until the next one.
 
         Raises:
             OSError: there is not enough memory.
@@ -323,35 +324,37 @@ class Ring:
         if self._map is None or need > layout.record_size(len(self._map)):
             self._enlarge(need)
         assert self._map is not None
-        at = layout.record_at(layout.record_number(step, is_end), len(self._map))
+        number = layout.COPIED if is_copied else layout.record_number(step, is_end)
+        at = layout.record_at(number, len(self._map))
         start = at + layout.RECORD_HEAD
         self._map[at:start] = bytes(layout.RECORD_HEAD)
         self._map[start : at + need] = data
         self._map[at:start] = layout.pack([step + 1, len(data), zlib.crc32(data)])
 
     def _enlarge(self, need: int) -> None:
-        kept = self.records()
+        kept = [*self._intact()]
         self._map = self._file.replace(0, self._map, layout.RECORDS * round_up(need + need // 2, layout.PAGE))
-        for (step, is_end), data in kept.items():
-            self.put(step, is_end, data)
+        for step, is_end, number, data in kept:
+            self.put(step, is_end, data, is_copied=number == layout.COPIED)
 
     def records(self) -> dict[tuple[int, bool], bytes]:
         """Return the records with a correct checksum, by step and ``is_end``."""
-        found: dict[tuple[int, bool], bytes] = {}
-        if (ring := self._map) is not None:
-            for step, is_end, at, length, crc in layout.records(
-                lambda at, size: ring[at : at + size], len(ring)
-            ):
-                data = ring[at : at + length]
-                if zlib.crc32(data) == crc:
-                    found[step, is_end] = data
-        return found
+        return {(step, is_end): data for step, is_end, _, data in self._intact()}
+
+    def _intact(self) -> Iterator[tuple[int, bool, int, bytes]]:
+        """Yield the records with a correct checksum: step, ``is_end``, position in the ring, and content."""
+        if (ring := self._map) is None:
+            return
+        for step, is_end, at, length, crc in layout.records(lambda at, size: ring[at : at + size], len(ring)):
+            data = ring[at : at + length]
+            if zlib.crc32(data) == crc:
+                yield step, is_end, at // layout.record_size(len(ring)), data
 
     def drop_after(self, step: int) -> None:
         """Delete the records of all steps after ``step``. If it is -1, delete all records."""
-        for found, is_end in self.records():
+        for found, _, number, _ in self._intact():
             if found > step and self._map is not None:
-                at = layout.record_at(layout.record_number(found, is_end), len(self._map))
+                at = layout.record_at(number, len(self._map))
                 self._map[at : at + layout.WORD] = bytes(layout.WORD)
 
     def close(self) -> None:

@@ -639,6 +639,8 @@ class Keeper:
         words = self._file.words
         words[Head.ENDED], words[Head.ENDED_AT] = step + 1, monotonic_ns()
         is_due, is_check = self._schedule.next(step, is_idle=self._copier.is_idle())
+        if is_due:
+            self._file.ring.put(step, True, boundary.small, is_copied=True)
         if is_due and not boundary.parts.is_on_cpu:
             torch.cuda.synchronize()
         self._copier.end_step(boundary, is_due=is_due, is_check=is_check)

@@ -237,8 +237,14 @@ class Why:
     AT_STOP = 2
 
 
-RECORDS = 4
-"""Number of records in the ring: those of two steps, with two records for each step."""
+RECORDS = 5
+"""Number of records in the ring: two for each of the last two steps, and one of the last copied step."""
+
+COPIED = RECORDS - 1
+"""Position in the ring of the record of the last step that had a periodic copy. It was written at the end of
+that step. A rank may lose its own copy of that step when it dies during its next copy. Then it restores the
+copy of another rank, but needs its own random numbers.
+"""
 
 RECORD_HEAD = 3 * WORD
 """Size in bytes of a record's head. Its words are the step plus 1, and length and CRC-32 of the content."""
@@ -248,7 +254,7 @@ def record_number(step: int, is_end: bool) -> int:
     """Return the position of a record among the records of the ring. ``is_end`` is true if the record was
     written at the end of the step, and false if it was written before the optimizer ran.
     """
-    return (step * 2 + is_end) % RECORDS
+    return (step * 2 + is_end) % COPIED
 
 
 def record_at(number: int, capacity: int) -> int:
@@ -270,9 +276,9 @@ def records(read: Callable[[int, int], bytes], capacity: int) -> Iterator[tuple[
     """
     room = record_size(capacity) - RECORD_HEAD
     for number in range(RECORDS if room > 0 else 0):
-        at, is_end = record_at(number, capacity), bool(number % 2)
+        at, is_end = record_at(number, capacity), number == COPIED or bool(number % 2)
         step, length, crc = unpack(read(at, RECORD_HEAD))
-        if step and 0 < length <= room and record_number(step - 1, is_end) == number:
+        if step and 0 < length <= room and number in (COPIED, record_number(step - 1, is_end)):
             yield step - 1, is_end, at + RECORD_HEAD, length, crc
 
 
