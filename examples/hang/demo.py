@@ -22,7 +22,7 @@ HANG_EPOCH = 3
 LIMIT = 3
 ACCURACY = 95.0
 
-HUNG = re.compile(r"rank (\d+) \(pid \d+\): hung: (.*); \d others stopped; restarting")
+HUNG = re.compile(r"rank (\d+) \(pid \d+\): hung: (.*); restarting")
 RESUMED = re.compile(r"resumed after epoch (\d+)")
 FINAL = re.compile(r"final accuracy on held-out data: ([\d.]+)%")
 

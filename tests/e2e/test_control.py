@@ -308,7 +308,7 @@ def test_another_stop_is_refused_on_the_other_node(launch, worker_script, socket
     for agent in agents:
         agent.wait_for_line("here")
     assert asked("stop", "--no-wait", f"--job={agents[0].pid}")[0] == 0
-    agents[1].wait_for_line("the job ends: stopping", stream="stderr")
+    agents[1].wait_for_line("the job ends; stopping", stream="stderr")
     code, text = asked("stop", "--no-wait", f"--job={agents[1].pid}")
     assert (code, "already" in text) == (5, True)
     assert " being stopped " in asked("status", f"--job={agents[1].pid}")[1]

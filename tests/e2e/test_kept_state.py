@@ -106,7 +106,10 @@ def test_the_workers_go_on_from_the_copy_of_a_survivor(run, options, tmp_path):
         assert plan["large"]["file"] == plan["files"][0]
         assert plan["own"] == (1 if rank == 0 else None)
     assert "attempt 1 is running, " in job.stderr
-    assert ", can continue at step 12, copied at the failure by 1 of 2 ranks, 0 steps lost" in job.stderr
+    assert (
+        "keep: the job can continue at step 12, copied at the failure by 1 of 2 ranks, 0 steps lost"
+        in job.stderr
+    )
 
 
 ORDERED = """
@@ -134,12 +137,12 @@ def test_survivors_are_asked_to_keep_their_state_before_they_are_stopped(run, tm
     events = tmp_path / "events"
     job, plans = run(ORDERED, f"--event-log-handler=file:{events}", arguments=[joined])
     assert plans[1][1]["step"] == 7
-    line = re.search(r"attempt 1 is running.*", job.stderr)[0]
-    assert re.search(r", keeping [\d.]+, stopping", line)
-    assert line.endswith("can continue at step 7, copied at the failure by 1 of 2 ranks, 0 steps lost")
+    assert "can continue at step 7, copied at the failure by 1 of 2 ranks, 0 steps lost\n" in job.stderr
     found = [json.loads(each) for each in events.read_text().splitlines()]
     told = {each["name"]: each["metadata"] for each in found}
     kept, began = told["state kept"], json.loads(told["attempt running"]["metadata"])
+    phases = list(began["phases_ms"])
+    assert phases.index("keeping") + 1 == phases.index("stopping")
     assert kept["duration_ms"] > 0
     about = json.loads(kept["metadata"])
     assert (about["asked"], about["answered"]) == ([0], [0])
@@ -256,7 +259,7 @@ def test_the_status_page_and_the_report_tell_what_is_kept(launch, worker_script)
         (7, "keep", None), (8, "keep", None)
     ]  # fmt: skip
     lost = "1 step lost (step 8 was not copied)) has ended with the job"
-    assert f"step 7, copied at the failure by 1 of 1 ranks, {lost} (with --keep-save" in job.stderr
+    assert f"step 7, copied at the failure by 1 of 1 ranks, {lost} (--keep-save" in job.stderr
 
 
 PROGRESSES = """
@@ -293,7 +296,7 @@ def test_a_failed_job_of_several_nodes_says_which_step_is_gone(launch, worker_sc
     body = "    join(ended=7); keep(0, 6); keep(1, int(sys.argv[1])); sys.exit(int(sys.argv[1]))"
     script = worker_script(KEEPS + body)
     job = launch(*options, "--rdzv-conf=last_call_timeout=0", script, "7").exits(1)
-    assert "keep: the copy of step 7 in the memory of this node has ended with the job" in job.stderr
+    assert "keep: the copy of step 7 has ended with the job" in job.stderr
     job = launch(*options, "--rdzv-conf=last_call_timeout=0", script, "0").exits(0)
     assert "has ended with the job" not in job.stderr
 
@@ -322,8 +325,9 @@ def test_a_node_that_leaves_does_not_tell_the_end_of_the_job(launch, worker_scri
     stays, leaves = sorted(agents, key=lambda agent: not ports.listens(agent.pid, port))
     leaves.signal(signal.SIGTERM)
     assert leaves.wait() == 1
-    gone = "keep: the copy of step 7 in the memory of this node"
-    assert f"{gone} is deleted, because the node leaves the job; {others}" in leaves.stderr
+    gone = "keep: the copy of step 7 here is deleted, because the node leaves the job\n"
+    assert gone in leaves.stderr
+    assert f": keep: {others}\n" in leaves.stderr
     stays.signal(signal.SIGTERM)
     assert stays.wait() == 1
 
@@ -362,7 +366,7 @@ def test_a_job_that_is_stopped_says_which_step_is_gone(saving):
     job.wait_for_line("KEPT")
     job.signal(signal.SIGTERM)
     job.wait()
-    assert "keep: the copy of step 12 in the memory of this node has ended with the job" in job.stderr
+    assert "keep: the copy of step 12 has ended with the job" in job.stderr
 
 
 def plans_after(run, *options, nproc=2):
@@ -386,7 +390,7 @@ def test_steps_after_the_saved_one_are_counted_as_lost(run, saving, tmp_path, ho
     folder = tmp_path / "saved"
     job = saving(how, f"--keep-save={folder}", ended=199)
     saved = saved_by(job, how, folder)
-    assert f"step 12 is saved in {saved}, 187 steps lost; the next job" in job.stderr
+    assert f"step 12 is saved for the next job with --keep-save, 187 steps lost: {saved}\n" in job.stderr
     # In the second attempt of the next job, no copy is in memory either.
     fails = "join(ended=212 if attempt else 202); sys.exit(1 - attempt)"
     later, plans = run(f"    {fails}\n", f"--keep-save={folder}")
@@ -400,7 +404,9 @@ def test_state_of_a_job_that_ends_without_success_is_saved_for_the_next_one(run,
     folder = tmp_path / "saved"
     job = saving(how, f"--keep-save={folder}")
     saved = saved_by(job, how, folder)
-    assert f"step 12 is saved in {saved}" in job.stderr
+    assert re.search(
+        rf"step 12 is saved for the next job with --keep-save(, \d+ steps lost)?: {saved}\n", job.stderr
+    )
     assert (") is saved in" in job.stderr) == (how == "fail")
     for rank, plan in plans_after(run, f"--keep-save={folder}").items():
         assert (plan["step"], plan["exact"], plan["folder"]) == (12, True, str(saved))
@@ -412,8 +418,8 @@ def test_state_of_a_job_that_ends_without_success_is_saved_for_the_next_one(run,
     # The second job has succeeded, so the third one repeats steps, and says so.
     later, plans = run("", f"--keep-save={folder}", nproc=3)
     assert [(plan["step"], plan["behind"]) for plan in plans[0].values()] == [(12, [2])] * 3
-    has_told = "after step 12 was saved in {}, a job with this folder has succeeded".format
-    assert later.stderr.count(has_told(saved)) == 1
+    assert later.stderr.count("keep: a job has succeeded after step 12 was saved") == 1
+    assert later.stderr.count(f"use another folder than {folder}\n") == 1
     has_data = [b"state of rank" in (saved / f"rank{rank}").read_bytes() for rank in (0, 1)]
     assert has_data == [True, False]
     (saved / "rank0").write_bytes((saved / "rank0").read_bytes()[:70000])
@@ -431,7 +437,8 @@ def test_two_jobs_do_not_use_the_same_folder_at_the_same_time(run, saving, tmp_p
     job, plans = run("", f"--keep-save={folder}")
     assert plans[0][0]["step"] is None
     (line,) = (each for each in job.stderr.splitlines() if "is in use" in each)
-    assert f"{folder} is in use (the job " in line
+    assert "the folder is in use (the job " in line
+    assert line.endswith(f": {folder}")
     assert str(first.pid) in line
     first.signal(signal.SIGKILL)  # The process ends, so the kernel removes its lock of the folder.
     first.wait()
@@ -467,22 +474,24 @@ def test_saved_state_that_makes_two_attempts_fail_alike_is_set_aside(run, saving
     # One rank may be stopped before it has shown its plan.
     steps = [{plan["step"] for plan in plans[attempt].values()} for attempt in (0, 1, 2)]
     assert steps == [{12}, {12}, {None}]
-    assert "step 12 in " in job.stderr
-    assert " is set aside" in job.stderr
+    assert "keep: saved step 12 is set aside" in job.stderr
 
 
 def test_job_whose_state_cannot_be_saved_ends_as_usual(saving, launch, worker_script, tmp_path):
     (tmp_path / "file").write_text("")
     job = saving("fail", f"--keep-save={tmp_path / 'file' / 'below'}", "--exit-codes=worker")
     assert job.wait() == 9
-    early, is_told, late = job.stderr.partition("step 12 is not saved in")
+    early, is_told, late = job.stderr.partition("step 12 is not saved: ")
     assert is_told
-    assert f"keep: --keep-save cannot save anything: {tmp_path / 'file' / 'below'} cannot be written" in early
+    assert f"cannot save anything: Not a directory: {tmp_path / 'file' / 'below'}\n" in early
     assert "has ended with the job" in late
-    assert "with --keep-save FOLDER" not in job.stderr
+    assert "--keep-save FOLDER" not in job.stderr
     job = launch(f"--keep-save={tmp_path / 'unused'}", worker_script("raise SystemExit(9)"))
     job.exits(1)
-    assert f"nothing is saved in {tmp_path / 'unused'}: no worker has kept its state" in job.stderr
+    assert (
+        f"nothing is saved (no worker has kept its state with elasticrs.Keep): {tmp_path / 'unused'}"
+        in job.stderr
+    )
 
 
 def test_options_reach_the_workers(run, monkeypatch):

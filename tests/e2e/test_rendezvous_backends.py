@@ -187,7 +187,7 @@ def test_a_failure_with_a_custom_backend_is_reported_after_the_restarts(backend,
     assert shown == [f"[default1]:1 2 0 {count}" for count in (0, 1)]
     launched.wait_for_line(r"exitcode\s*: 3", "stderr")
     assert re.search(
-        r"rank 1 \(pid \d+\).* exit(ed|s)? .*3.*; restarting \(restart 1 of 1, ", launched.stderr
+        r"rank 1 \(pid \d+\).* exit(ed|s)? .*3.*; restarting \(restart 1 of 1\)", launched.stderr
     )
     assert "Traceback" not in launched.stderr
     folders = {path.parent.name for path in (tmp_path / "logs").glob("*/attempt_*/1")}

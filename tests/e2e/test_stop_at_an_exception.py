@@ -141,9 +141,9 @@ SLOW = """
 
 def since(line):
     """Return the duration in a line, in seconds. The line contains a text such as ``, 14.3 ms after`` or
-    ``after 14.3 ms``.
+    ``in 14.3 ms``.
     """
-    number, unit = re.search(r"(?:, |after )([\d.]+) (ms|s)\b", line).groups()
+    number, unit = re.search(r"(?:, |in )([\d.]+) (ms|s)\b", line).groups()
     return float(number) / (1000 if unit == "ms" else 1)
 
 

@@ -9,13 +9,7 @@ EXAMPLE = "hang"
 GOOD = [
     "epoch 1/6: loss 0.0935\n",
     "elasticrs: "
-    + restart_line(
-        "rank 2 (pid 7): hung: no heartbeat for 3.00 s (limit 3 s); stopped at step 57",
-        3,
-        "1 of 2",
-        "2026-01-01 00:00:00Z",
-        0,
-    )
+    + restart_line("rank 2 (pid 7): hung: no heartbeat for 3.00 s (limit 3 s); stopped at step 57", "1 of 2")
     + "\n",
     "resumed after epoch 2\n",
     "final accuracy on held-out data: 98.61%\n",

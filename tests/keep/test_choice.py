@@ -141,7 +141,10 @@ def test_survivors_of_a_replicated_job_hand_their_copy_on():
     chosen = choose(found, 3)
     assert (chosen.step, chosen.sources) == (12, {0: (0, 1, 0), 1: (2, 1, 0), 2: (2, 1, 0)})
     assert (chosen.lost, chosen.is_exact, chosen.why) == (0, True, "")
-    assert chosen.line() == "can continue at step 12, copied at the failure by 2 of 3 ranks, 0 steps lost"
+    assert (
+        chosen.line()
+        == "keep: the job can continue at step 12, copied at the failure by 2 of 3 ranks, 0 steps lost"
+    )
 
 
 def test_without_a_small_state_of_the_newest_step_an_older_exact_step_is_chosen():

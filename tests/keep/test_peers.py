@@ -856,7 +856,7 @@ def test_a_drained_node_of_sharded_state_costs_no_step(agents):
     begun = {tuple(line.split()[1:]) for line in said(left, "BEGIN 2")}
     assert begun == {(f"{ended}", "('memory',", "True)"), (f"{ended}", "('peer',", "True)")}
     assert said(left, "END") == expected
-    assert f"step {ended} in the memory of this node is deleted" in drained.stderr
+    assert f"step {ended} here is deleted" in drained.stderr
     assert "another node has a second one" in drained.stderr
 
 

@@ -61,7 +61,7 @@ def test_records_of_each_attempt_decide_everywhere_if_heartbeats_point_to_anothe
     report = tmp_path / "report.json"
     launched = run(source, f"--report=file:{report}", "--max-restarts=1").exits(1)
     lines = launched.stderr.splitlines()
-    told = [line for line in lines if "keeps the other ranks waiting" in line or "others stopped; " in line]
+    told = [line for line in lines if "keeps the other ranks waiting" in line or "; restarting" in line]
     assert [line.split(" (pid")[0] for line in told] == [f"elasticrs: rank {rank}" for rank in (1, 1, 0)]
     for rank, named, number in ((1, "elasticrs: rank 1 (pid ", 2), (0, "rank 0 of 3", 3)):
         line = line_with(launched.stderr, named, "hung: no heartbeat")

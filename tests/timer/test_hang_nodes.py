@@ -124,7 +124,7 @@ def test_the_rank_at_another_place_in_the_same_step_is_named(launch, worker_scri
     job.start(script, "--hang-timeout=600")
     has_restarted_once(job, 2, 1)
     # No rank of the first node is behind or in a different place, so the node had to name a waiting rank.
-    waits = r"rank [01] .* in wait_for_peers \(worker.py:\d+\), rank [01] in wait_for_peers .*: stopping"
+    waits = r"rank [01] .* in wait_for_peers \(worker.py:\d+\), rank [01] in wait_for_peers .*; stopping"
     assert re.search(waits, job.nodes[0].stderr), job.story
     assert re.search(r"rank 2 .* in read_batch \(worker.py:\d+\), rank 3 in wait_for_peers", job.story)
 

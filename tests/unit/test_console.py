@@ -214,3 +214,20 @@ def test_a_line_is_always_utf_8(text):
     assert line.decode("utf-8").startswith("elasticrs")
     assert len(line) <= 4096
     assert line.endswith(b"\n")
+
+
+def test_long_lines_are_folded_on_a_terminal_only(pipe):
+    ours, theirs = os.openpty()
+    try:
+        for reader, writer, expected in ((*pipe, 1), (ours, theirs, 4)):
+            Console(writer, "none").say("; ".join(["some words about a failure"] * 10))
+            line = b""
+            while b"\n" not in line or line.count(b"some words") < 10:
+                line += os.read(reader, 4096)
+            assert len(line.split(b"\n")) == expected + 1
+        os.close(ours)
+        ours = os.dup(theirs)
+        Console(theirs, "none").say("a line for a terminal that is gone")
+    finally:
+        os.close(ours)
+        os.close(theirs)

@@ -8,13 +8,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elasticrs._engine.job.phrases import (
+    COLUMNS,
     attempt_text,
     duration,
+    folded,
     how_it_ended,
     how_the_nursery_ended,
     local_time,
+    longest_phase,
     milliseconds,
-    phases,
     restart_line,
     signal_name,
     stop_line,
@@ -27,9 +29,8 @@ def test_restart_and_stop_messages_match_the_golden_file(golden):
     ends = [how_it_ended(exitcode) for exitcode in (3, -9, -40, None)]
     nurseries = [how_the_nursery_ended(-9, hung=hung) for hung in (True, False)]
     restarts = [
-        restart_line("rank 2 (pid 42) died by SIGKILL", 3, "3 of 4", "now"),
-        restart_line("rank 0 (pid 7) exited with code 1", 1, "1 of 1", "now"),
-        restart_line("rank 0 (pid 7) exited with code 1", 0, "1 of 1", "now"),
+        restart_line("rank 2 (pid 42) died by SIGKILL", "3 of 4"),
+        restart_line("rank 0 (pid 7) exited with code 1", "1 of 1", 5.0),
     ]
     stops = [stop_line(signum, signum, 30.0, again=how_to_hasten(signum)) for signum in (15, 2, 1)]
     stops += [stop_line(2, 9, 0.0)]
@@ -63,11 +64,42 @@ def test_a_time_that_no_calendar_has_is_shown_in_seconds():
     assert local_time(10**30) == f"{10**21} s after 1970"
 
 
-def test_short_phases_of_a_restart_are_left_out():
-    assert (
-        phases({"signalling": 0.04, "stopping": 12.34, "starting": 0.05}) == " (stopping 12.3, starting 0.1)"
+def test_only_the_longest_phase_of_a_restart_is_shown():
+    assert longest_phase({"signalling": 0.04, "stopping": 12.34, "starting": 0.05}) == " (stopping 12.3)"
+    assert longest_phase({"signalling": 0.01}) == longest_phase({}) == ""
+
+
+CLAUSES = "rank 1 (pid 17664): hung: no heartbeat for 1.99 s (limit 2 s; another rank has reached its limit)"
+
+
+def test_lines_are_folded_at_semicolons_and_spaces():
+    short = "x" * (COLUMNS - 11)
+    assert folded(short, "elasticrs: ", 0) == [f"elasticrs: {short}"]
+    text = f"{CLAUSES}; 3 of 4 ranks wait in all_reduce #156 of the default group (train.py:47); restarting"
+    assert folded(text, "elasticrs: ", 200) == [
+        f"elasticrs: {CLAUSES};",
+        "    3 of 4 ranks wait in all_reduce #156 of the default group (train.py:47); restarting",
+    ]
+    words = folded("word " * 60, "elasticrs: ", 0)
+    assert all(COLUMNS - 5 < len(line) <= COLUMNS for line in words[:-1])
+    assert all(75 < len(line) <= 80 for line in folded("word " * 60, "elasticrs: ", 80)[:-1])
+    path = "/path" * 40
+    assert folded(f"logs in {path} of", "elasticrs: ", 0) == ["elasticrs: logs in", f"    {path}", "    of"]
+    assert folded(path, "elasticrs: ", 0) == [f"elasticrs: {path}"]
+
+
+@given(
+    st.text(alphabet="ab; ", max_size=400),
+    st.sampled_from(["elasticrs: ", "elasticrs[gpu009:4686 group 0]: "]),
+    st.sampled_from([0, 1, 20, 80, 300]),
+)
+def test_a_folded_text_has_the_same_words(text, start, width):
+    lines = folded(text, start, width)
+    assert " ".join(lines).split() == f"{start}{text}".split()
+    assert all(
+        len(line) <= min(width or COLUMNS, COLUMNS) or " " not in line.removeprefix(start).strip()
+        for line in lines
     )
-    assert phases({"signalling": 0.01}) == phases({}) == ""
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """If files of imported modules change while a job runs, the next restart imports the modules again."""
 
+import json
 import os
 import re
 import signal
@@ -57,7 +58,9 @@ class Job:
         self._started, self._fifo = folder / "started", folder / "fifo"
         os.mkfifo(self._fifo)
         env = {"PYTHONPATH": str(folder / "library")}
-        self.launched = launch("--max-restarts=5", "--warm=own_library", script, env=env)
+        self._events = folder / "events"
+        options = ("--max-restarts=5", "--warm=own_library", f"--event-log-handler=file:{self._events}")
+        self.launched = launch(*options, script, env=env)
 
     def seen(self, attempt):
         """Return the module's value that the worker of an attempt printed, and the worker's pid."""
@@ -78,9 +81,15 @@ class Job:
 
     def started(self, attempt):
         """Return ``warm`` or ``cold`` for the start of an attempt, and the phases of that start."""
-        running = rf"attempt {attempt} is running, .*\((.*)\), (warm|cold)"
-        line = self.launched.wait_for_line(running, "stderr")
-        return line[2], line[1]
+        line = self.launched.wait_for_line(rf"attempt {attempt} is running, .*, (warm|cold)", "stderr")
+        return line[1], procs.wait_until(lambda: self._phases(attempt))
+
+    def _phases(self, attempt):
+        for line in self._events.read_text().splitlines():
+            about = json.loads(line)["metadata"]
+            if about["agent_restarts"] == attempt and "phases_ms" in about["metadata"]:
+                return json.loads(about["metadata"])["phases_ms"]
+        return None
 
     def is_importing(self):
         procs.wait_until(self._started.exists)

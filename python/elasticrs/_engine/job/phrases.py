@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 
 NAME = "elasticrs"
 
+COLUMNS = 110
+"""Maximum length of a line on a terminal that has room for it. Longer texts are folded there."""
+
 
 def prefix(time_ns: int | None = None, node: str = "", group_rank: int | None = None) -> str:
     """Return ``elasticrs: ``, or ``elasticrs[time node:pid group rank]: `` with the parts that are known."""
@@ -37,6 +40,26 @@ def prefix(time_ns: int | None = None, node: str = "", group_rank: int | None = 
 
 
 NOT_STARTED = "the workers could not be started"
+
+
+def folded(text: str, start: str, width: int) -> list[str]:
+    """Return ``start`` and ``text`` as lines that fit on a terminal with ``width`` columns (0: unknown), and
+    have at most :data:`COLUMNS`. Break them after a semicolon if there is one in the second half of a line,
+    otherwise at a space. A longer word, such as a path, has a line of its own.
+    """
+    most = min(width or COLUMNS, COLUMNS)
+    lines: list[str] = []
+    rest = start + text
+    while len(rest) > most:
+        least = len(start) if not lines else 4
+        end = rest.rfind("; ", most // 2, most) + 1 or rest.rfind(" ", least, most + 1)
+        if end < 0:
+            end = rest.find(" ", least)
+        if end < 0:
+            break
+        lines.append(rest[:end])
+        rest = f"    {rest[end + 1 :]}"
+    return [*lines, rest]
 
 
 def signal_name(signum: int) -> str:
@@ -95,17 +118,15 @@ def counted(number: int, noun: str) -> str:
     return f"{number} {noun}{'s' if number != 1 else ''}"
 
 
-def restart_line(cause: str, stopped: int, restart: str, when: str, delay: float = 0.0) -> str:
-    """Return the line about a restart in ``delay`` seconds. ``stopped`` other workers have been stopped."""
-    others = f"; {counted(stopped, 'other')} stopped" if stopped else ""
+def restart_line(cause: str, restart: str, delay: float = 0.0) -> str:
+    """Return the line about a restart in ``delay`` seconds."""
     soon = f" in {duration(delay)}" if delay else ""
-    return f"{cause}{others}; restarting{soon} (restart {restart}, {when})"
+    return f"{cause}; restarting{soon} (restart {restart})"
 
 
-def replace_line(cause: str, others: int, pid: int, span_ns: int, restart: str, when: str) -> str:
-    """Return the line about a worker replaced ``span_ns`` after its failure. ``others`` workers continue."""
-    left_alone = f"; {others} other{'s continue' if others != 1 else ' continues'}" if others else ""
-    return f"{cause}{left_alone}; replaced by pid {pid} after {milliseconds(span_ns)} ({restart}, {when})"
+def replace_line(cause: str, pid: int, span_ns: int, restart: str) -> str:
+    """Return the line about a worker that was replaced ``span_ns`` after its failure."""
+    return f"{cause}; replaced by pid {pid} in {milliseconds(span_ns)} (restart {restart})"
 
 
 def slow_worker(rank: int | None, pid: int, rate: float, median: float, seconds: float) -> str:
@@ -181,7 +202,7 @@ def signal_dropped(signum: int, local_ranks: Sequence[int], when: str) -> str:
 
 def gone_with_the_job(*, has_folder: bool) -> str:
     """Tell that kept training state is lost. ``has_folder``: true if the job has the option --keep-save."""
-    advice = "" if has_folder else " (with --keep-save FOLDER, the next job can go on from it)"
+    advice = "" if has_folder else " (--keep-save FOLDER keeps it for the next job)"
     return f"has ended with the job{advice}"
 
 
@@ -251,10 +272,10 @@ def milliseconds(span_ns: int) -> str:
     return f"{span_ns / 1e6:.1f} ms"
 
 
-def phases(phases_ms: Mapping[str, float]) -> str:
-    """Return the durations of a restart's phases in parentheses, except those below 0.05 ms."""
-    shown = [f"{name} {span:.1f}" for name, span in phases_ms.items() if span >= 0.05]
-    return f" ({', '.join(shown)})" if shown else ""
+def longest_phase(phases_ms: Mapping[str, float]) -> str:
+    """Return the longest phase of a restart in parentheses, with its duration, unless it is below 0.05 ms."""
+    name, span = max(phases_ms.items(), key=lambda phase: phase[1], default=("", 0.0))
+    return f" ({name} {span:.1f})" if span >= 0.05 else ""
 
 
 def distinct_names(names: Mapping[int, str]) -> dict[int, str]:

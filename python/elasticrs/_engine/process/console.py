@@ -16,7 +16,7 @@ import sys
 import time
 from collections import deque
 
-from elasticrs._engine.job.phrases import prefix
+from elasticrs._engine.job.phrases import folded, prefix
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -78,12 +78,20 @@ def has_time(log_prefix: str | None, fd: int) -> bool:
     return log_prefix == "time" or (log_prefix != "none" and not os.isatty(fd))
 
 
+def _width(fd: int) -> int:
+    """Return the width of a terminal. 0 if it is unknown, for example because the terminal is gone."""
+    try:
+        return os.get_terminal_size(fd).columns
+    except OSError:
+        return 0
+
+
 class Console:
     """Writes the agent's lines with a prefix, which names node and pid if the job has several agents."""
 
     __slots__ = (
-        *("_fd", "_has_time", "_is_gone", "_is_late", "_is_writing", "_lines", "_lock", "_node", "_writing"),
-        "group_rank",
+        *("_fd", "_has_time", "_is_gone", "_is_late", "_is_terminal", "_is_writing", "_lines", "_lock"),
+        *("_node", "_writing", "group_rank"),
     )
 
     def __init__(
@@ -91,6 +99,7 @@ class Console:
     ) -> None:
         self._fd = fd
         self._has_time = has_time(log_prefix, fd)
+        self._is_terminal = os.isatty(fd)
         self._node = f"{os.uname().nodename}:{os.getpid()}" if is_one_of_several else ""
         self.group_rank: int | None = None
         self._lines: deque[bytes] = deque()
@@ -107,8 +116,15 @@ class Console:
         return prefix(time.time_ns() if self._has_time else None, self._node, self.group_rank) + text
 
     def say(self, text: str) -> None:
-        """Write one line, truncated to what a pipe accepts at once. Queue it if the reader does not read."""
-        line = _encode(self.prefixed(" ".join(text[:_PIPE_BUF].splitlines())))
+        """Write one line, truncated to what a pipe accepts at once. Queue it if the reader does not read.
+
+        Fold it on a terminal, but not in files and pipes, because programs search these line by line.
+        """
+        text = " ".join(text[:_PIPE_BUF].splitlines())
+        if self._is_terminal:
+            line = _encode("\n".join(folded(text, self.prefixed(""), _width(self._fd))))
+        else:
+            line = _encode(self.prefixed(text))
         if self.waiting < _KEPT:
             self._put([_whole(line, _PIPE_BUF - 1) + b"\n"])
         if not self._is_late:

@@ -158,15 +158,14 @@ class Attempt(EventLog):
         self.oom_kills_after = read_counters(self.oom_kills)
 
     def how_it_began(self) -> str:
-        """Describe the restart that led to this attempt: its duration, its phases, and whether it was warm
-        (the workers were forked from a preloaded process).
+        """Describe the restart that led to this attempt: its duration, its longest phase, and whether it was
+        warm (the workers were forked from a preloaded process).
         """
         span = phrases.milliseconds(round(1e6 * sum(self.phases.values())))
         how = {None: "", True: ", warm", False: f", cold: {self.why_cold}"}[self.warm]
         is_elsewhere = "stopping" in self.phases and "signalling" not in self.phases
-        since = "the workers were told to stop" if is_elsewhere else "the failure was seen"
-        kept = "" if self.kept is None else f", {self.kept.line()}"
-        return f"{span} after {since}{phrases.phases(self.phases)}{how}{kept}"
+        since = "the stop" if is_elsewhere else "the failure was seen"
+        return f"{span} after {since}{phrases.longest_phase(self.phases)}{how}"
 
     def aborted(self) -> int | None:
         """Return the local rank of the first worker that died by SIGABRT although elasticrs sent it no

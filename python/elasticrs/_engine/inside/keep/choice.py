@@ -244,12 +244,12 @@ class Choice(Value):
         }
 
     def line(self) -> str:
-        """Describe this choice after ``attempt 1 is running,``. A worker may still refuse to restore it."""
+        """Return a line about this choice. A worker may still refuse to restore it."""
         if self.step is None and self.readable is not None:
-            return f"can load step {self.readable} with keep.reader(){self._reason}"
+            return f"keep: the job can load step {self.readable} with keep.reader(){self._reason}"
         if self.step is None:
-            return f"without kept state{self._reason}"
-        return f"can continue at {self.described(self.folder)}"
+            return f"keep: the job continues without kept state{self._reason}"
+        return f"keep: the job can continue at {self.described(self.folder)}"
 
     def at_end(self) -> str:
         """Describe this choice in the report of a job that has failed."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import Counter
 from itertools import groupby
 
-from elasticrs._engine.job.phrases import counted, duration
+from elasticrs._engine.job.phrases import counted, duration, ranks_text
 from elasticrs._engine.job.value import Value
 from elasticrs._engine.nodes.protocol import round_outcome
 from elasticrs._engine.nodes.protocol.joining import fence
@@ -28,7 +28,7 @@ from elasticrs._engine.nodes.protocol.records import (
     workers_keys,
     workers_of,
 )
-from elasticrs._engine.nodes.protocol.round_outcome import named, nodes
+from elasticrs._engine.nodes.protocol.round_outcome import MAX_NAMED, named, nodes
 from elasticrs._engine.nodes.protocol.rounds import GONE
 from elasticrs._engine.nodes.transport.addresses import is_loopback_name
 from elasticrs._engine.nodes.transport.coordination import Delete, DeletePrefix, Missing, Put
@@ -121,15 +121,20 @@ def _tell_of_waiting(leader: Leader) -> None:
     leader.has_passed("waiting", LATER_NEWS)
     if leader.is_news("waiting", len(leader.view.candidates)):
         limit = member.settings.join_timeout
-        member.do(
-            Announce(f"waiting for nodes: {_who_has_joined(leader)} (for at most {limit:g} s, join_timeout)")
-        )
+        member.do(Announce(f"waiting for nodes: {_who_has_joined(leader)} (join_timeout: {limit:g} s)"))
 
 
 def _who_has_joined(leader: Leader) -> str:
     rendezvous, count = leader.member.rendezvous, len(leader.view.candidates)
-    who = f": {named(_shown(leader.view, rendezvous))}" if count else ""
+    who = f": {_joined(leader.view, rendezvous)}" if count else ""
     return f"{count} of at least {rendezvous.min_nodes} have joined{who}"
+
+
+def _joined(view: View, rendezvous: Rendezvous, most: int = MAX_NAMED) -> str:
+    nodes = [view.nodes[each] for each in view.candidates]
+    if rendezvous.is_static:
+        return f"node {ranks_text(sorted(node.hint or 0 for node in nodes), most)}"
+    return named(sorted(node.name for node in nodes), most)
 
 
 def waits_for(member: Member) -> tuple[str, str] | None:
@@ -159,7 +164,7 @@ def waits_for(member: Member) -> tuple[str, str] | None:
     count = len(view.candidates)
     if count < least:
         return f"{counted(least - count, 'more node')}; {_who_has_joined(leader)}", f"join/{number}"
-    more, who = member.rendezvous.max_nodes - count, named(_shown(view, member.rendezvous))
+    more, who = member.rendezvous.max_nodes - count, _joined(view, member.rendezvous)
     name = "last_call" if number == 0 else "restart_call"
     return f"up to {counted(more, 'more node')}; {count} have joined: {who}", f"{name}/{number}"
 
@@ -222,9 +227,8 @@ def _tell_of_more(leader: Leader) -> None:
         limit, name = settings.last_call_timeout, "last_call_timeout"
     if limit < FIRST_NEWS:
         return
-    who = named(_shown(view, member.rendezvous))
-    text = f"{count} of at most {most} nodes have joined: {who}; the round starts in {limit:g} s"
-    member.do(Announce(f"{text}, or as soon as all {most} are there ({name})"))
+    who = _joined(view, member.rendezvous, 2)
+    member.do(Announce(f"{count} of at most {most} nodes have joined: {who}; {name}: {limit:g} s"))
 
 
 def _judged(leader: Leader, head: Head) -> round_outcome.RoundVerdict:

@@ -323,8 +323,8 @@ def look_for_twin(member: Member, reply: Reply) -> None:
     member.joining.has_twin = any(each not in (None, member.agent.launch) for each in launches)
     number = member.joining.found_round
     if member.joining.has_twin and number:
-        text = f"this node joins job {member.agent.job}, which already runs (round {number}), {TWIN}"
-        member.do(Announce(text))
+        member.do(Announce(f"this node joins job {member.agent.job}, which already runs (round {number})"))
+        member.do(Announce(TWIN))
 
 
 def _launch_of(entry: Entry) -> str | None:

@@ -275,14 +275,14 @@ MAX_NAMED = 8
 INDEPENDENT = "give a job of its own another --rdzv-endpoint and --rdzv-id (or --standalone)"
 """Advice for the user if this agent has reached the rendezvous of another job."""
 
-TWIN = f"beside another launch on this machine; if this is a run of its own, stop it and {INDEPENDENT}"
-"""End of messages to the user if another launch on this machine takes part in the same job."""
+TWIN = f"another launch on this machine takes part in this job; if it should not, {INDEPENDENT}"
+"""Message to the user if another launch on this machine takes part in the same job."""
 
 
-def named(names: Sequence[str]) -> str:
-    """Format the first :data:`MAX_NAMED` names, and the number of further names, for a message."""
-    shown = ", ".join(names[:MAX_NAMED])
-    return shown if len(names) <= MAX_NAMED else f"{shown} and {len(names) - MAX_NAMED} more"
+def named(names: Sequence[str], most: int = MAX_NAMED) -> str:
+    """Format the first ``most`` names, and the number of further names, for a message."""
+    shown = ", ".join(names[:most])
+    return shown if len(names) <= most else f"{shown} and {len(names) - most} more"
 
 
 def nodes(count: int) -> str:

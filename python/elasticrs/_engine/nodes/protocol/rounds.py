@@ -239,9 +239,9 @@ def slot_found(member: Member, link: Link, reply: Reply) -> None:
             text = f"waiting for the end of round {head.round}, where this node was a member before its loss"
         else:
             text = f"waiting as a spare: round {head.round} already runs with all of its {head.size} nodes"
-            if member.joining.has_twin and not member.joining.found_round:
-                text += f", {TWIN}"
         member.do(Announce(text))
+        if head.round != member.findings.round and member.joining.has_twin and not member.joining.found_round:
+            member.do(Announce(TWIN))
 
 
 def is_slot_known(link: Link) -> bool:

@@ -100,7 +100,7 @@ class MemberNodes(SeveralNodes):
                     found.append(shared.MustStop(machine.SIGKILL, is_fence=True))
                 elif self._require_driver().is_leaving:
                     if self.signum is None and self._node.group == "running":
-                        self._console.say(f"{action.why}: stopping the workers of this node")
+                        self._console.say(f"{action.why}; stopping the workers of this node")
                     found.append(shared.MustStop(signum))
                 else:
                     found.append(shared.RoundEnded(() if action.planned else self._meetings()))

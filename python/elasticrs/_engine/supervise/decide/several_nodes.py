@@ -358,7 +358,7 @@ class SeveralNodes(Decisions):
         self.failed_elsewhere, self.ends_elsewhere = action.after_failure, action.asked
         if action.fenced:
             then = "" if self._require_driver().is_leaving else ", then joining again"
-            self._console.say(f"{action.why}; killing the workers of round {action.round}{then}")
+            self._console.say(f"{action.why}; killing the workers{then}")
             return [machine.Stop(machine.SIGKILL, 0.0, is_announced=True)]
         grace, is_planned = self._job.shutdown_timeout, action.planned or action.asked
         if self._is_now:
@@ -366,7 +366,7 @@ class SeveralNodes(Decisions):
         signum, hung = self.signum, None
         if signum is None:
             signum = signal.SIGTERM
-            self._console.say(f"{action.why}: stopping the workers of round {action.round}")
+            self._console.say(f"{action.why}; stopping round {action.round}")
             if action.hung is not None:
                 hung = _hung_elsewhere(action.hung)
                 self._gathers_evidence = True

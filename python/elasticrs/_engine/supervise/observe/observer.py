@@ -258,9 +258,7 @@ class TerminalReporter(Observer):
         self._say(
             phrases.restart_line(
                 self._cause(attempt),
-                attempt.signalled,
                 phrases.restarts_used(used, policy.max_restarts, policy.window),
-                phrases.local_time(time.time_ns()),
                 action.delay,
             )
         )
@@ -277,15 +275,12 @@ class TerminalReporter(Observer):
     def replaced(self, attempt: Attempt, failed: Attempt) -> None:
         (local_rank,) = failed.exits
         policy = self._job.restart_settings
-        used = f"restart {phrases.restarts_used(attempt.restarts, policy.max_restarts, policy.window)}"
         self._say(
             phrases.replace_line(
                 self._cause(failed),
-                len(attempt.running()) - 1,
                 attempt.pids[local_rank],
                 failed.stamps["started"] - failed.failed_ns,
-                used,
-                phrases.local_time(time.time_ns()),
+                phrases.restarts_used(attempt.restarts, policy.max_restarts, policy.window),
             )
         )
 
@@ -296,6 +291,8 @@ class TerminalReporter(Observer):
         if is_mine and attempt.phases:
             self._is_restart = False
             self._say(f"attempt {phrases.attempt_text(attempt.name)} is running, {attempt.how_it_began()}")
+            if attempt.kept is not None:
+                self._say(attempt.kept.line())
 
     def ended(self, result: JobResult, error: BaseException | None) -> None:
         self.started()
@@ -347,7 +344,7 @@ class TerminalReporter(Observer):
         self._is_told = True
         first = first_seen(attempt)
         who = attempt.who_failed(first, attempt.pids[first]) + how_it_was_seen(attempt, first)
-        others, their = ("rank", "its") if attempt.signalled == 1 else (f"{attempt.signalled} ranks", "their")
+        others, their = ("other rank", "its") if attempt.signalled == 1 else ("others", "their")
         exited, raised = attempt.exits.get(first), attempt.raised.get(first)
         has_failed = exited is not None and (exited.exitcode or 0) > 0
         left = early_leavers(attempt, lambda _: has_failed)
@@ -358,13 +355,11 @@ class TerminalReporter(Observer):
             # One of the other ranks may be to blame, so do not call their errors side effects.
             self._say(f"{who}; stopping all ranks")
         elif attempt.blame is None and left:
-            self._say(
-                f"{phrases.ranks_text(left)} exited with code 0, then {who}; stopping the other {others}"
-            )
+            self._say(f"{phrases.ranks_text(left)} exited with code 0, then {who}; stopping the {others}")
         elif is_unknown and first not in attempt.expired:
-            self._say(f"{who}, the cause is not known yet; stopping the other {others}")
+            self._say(f"{who}, the cause is not known yet; stopping the {others}")
         else:
-            self._say(f"{who}; stopping the other {others}: {their} errors are side effects")
+            self._say(f"{who}; stopping the {others}: {their} errors are side effects")
 
     def _cause(self, attempt: Attempt) -> str:
         """Return the reason why an attempt ended, and store it for the report."""

@@ -245,9 +245,8 @@ class Keeping:
         if found is not None:
             self._awaits_agreement = False
             attempt.kept = found
-            verb = "continues " if found.step is None and found.readable is None else ""
             if not self._has_rank_0_begun(self.files):
-                self._say(f"keep: the job {verb}{found.line()}")
+                self._say(found.line())
         return found is None
 
     def _has_rank_0_begun(self, files: KeepFiles) -> bool:
@@ -276,7 +275,7 @@ class Keeping:
         """
         kept = None if self.files is None else self.files.standing()
         if self.files is not None and kept is not None and (step := kept["step"]) is not None:
-            gone = f"keep: the copy of step {step} in the memory of this node"
+            gone = f"keep: the copy of step {step}"
             if leaves:
                 others, secured = "the other nodes keep theirs", kept["secured_step"]
                 if any(map(self.files.is_sharded, self._ranks)):
@@ -287,7 +286,8 @@ class Keeping:
                         others += "" if secured is None else f", so the job goes on from step {secured}"
                     if secured == step:
                         others = "another node has a second one"
-                self._say(f"{gone} is deleted, because the node leaves the job; {others}")
+                self._say(f"{gone} here is deleted, because the node leaves the job")
+                self._say(f"keep: {others}")
             else:
                 self._say(f"{gone} {phrases.gone_with_the_job(has_folder=bool(self._job.keep_save))}")
 
@@ -317,34 +317,33 @@ class Keeping:
             return newest(folder)
 
         self._access = self._access or FileAccess(
-            lambda: self._say(f"keep: {folder} does not answer; the state that is saved there is not used")
+            lambda: self._say(f"keep: no saved state is used, because the folder does not answer: {folder}")
         )
         try:
             found = self._access.run(look, None)
         except BlockingIOError as error:
             self._parent = None
-            use = "nothing is restored from it or saved in it; give each job a folder of its own"
-            self._say(f"keep: {folder} is in use ({error.strerror}): {use}")
+            self._say("keep: nothing is restored or saved; give each job a folder of its own for --keep-save")
+            self._say(f"keep: the folder is in use ({error.strerror}): {folder}")
             return None
         except (OSError, ValueError) as error:
             if not refused:
-                self._say(f"keep: the state that is saved in {folder} is not used: {error}")
+                self._say(f"keep: the saved state is not used: {error}")
                 return None
             found = None
         if refused and not self._has_warned:
             self._has_warned = True
-            self._say(f"keep: --keep-save cannot save anything: {folder} cannot be written ({refused[0]})")
+            self._say(f"keep: --keep-save cannot save anything: {refused[0].strerror}: {folder}")
         bar = None if self._loop is None else self._loop.barred_from
         if found is not None and bar is not None and found.step >= bar:
-            self._say(f"keep: step {found.step} in {found.name} is set aside: two attempts failed alike")
+            self._say(f"keep: saved step {found.step} is set aside: two attempts failed alike ({found.name})")
             return None
         if found is not None and found.has_succeeded and not self._has_told_success:
             self._has_told_success = True
             self._say(
-                f"keep: after step {found.step} was saved in {found.name}, a job with this folder has"
-                " succeeded; a restore of that step repeats the end of the training (to begin anew, use"
-                " another folder)"
+                f"keep: a job has succeeded after step {found.step} was saved, so a restore repeats its end"
             )
+            self._say(f"keep: to begin anew, use another folder than {os.path.dirname(found.name)}")
         return found
 
     def save(self, choice: Choice | None, limit: float, interrupts: Callable[[int, float], bool]) -> str:
@@ -368,7 +367,7 @@ class Keeping:
         is_kept = files.is_used() if self._may_have_several_nodes else choice is not None and choice.step
         if not is_kept or not ranks:
             why = (choice and choice.why) or "no worker has kept its state with elasticrs.Keep"
-            self._say(f"keep: nothing is saved in {parent}: {why}")
+            self._say(f"keep: nothing is saved ({why}): {parent}")
             return ""
         from elasticrs._engine.inside.keep.saved import save
 
@@ -405,10 +404,9 @@ class Keeping:
             finally:
                 call.close()
         except (OSError, RuntimeError, ValueError) as error:
-            self._say(f"keep: {what} is not saved in {parent}: {error}")
+            self._say(f"keep: {what} is not saved: {error}")
             return ""
-        it = "the parts of all nodes" if others else "it"
-        self._say(f"keep: {what} is saved in {folder}{lost}; the next job with --keep-save goes on from {it}")
+        self._say(f"keep: {what} is saved for the next job with --keep-save{lost}: {folder}")
         return folder
 
     def release(self, *, has_succeeded: bool) -> None:
