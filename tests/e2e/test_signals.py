@@ -9,9 +9,10 @@ import textwrap
 from pathlib import Path
 
 import pytest
-from helpers import procs
+from helpers import ports, procs
 from helpers.launcher import launcher_with
 from helpers.lines import long_lines
+from helpers.nodes import meeting
 from helpers.procs import wait_until
 
 TALKATIVE = """
@@ -357,3 +358,23 @@ def test_a_signal_during_the_first_imports_ends_the_launcher_with_1(launch, work
     job.exits(1)
     assert job.stdout == ""
     assert f"stopped by {signal.Signals(signum).name}" in job.stderr
+
+
+def test_a_node_whose_job_is_ending_does_not_say_that_it_leaves(launch, worker_script):
+    options = (
+        *meeting("2", port := ports.free()),
+        "--rdzv-conf=last_call_timeout=60",
+        worker_script(STUBBORN),
+    )
+    agents = [launch("--shutdown-timeout=60", *options) for _ in range(2)]
+    for agent in agents:
+        agent.wait_for_line("READY")
+    hosts, other = sorted(agents, key=lambda agent: not ports.listens(agent.pid, port))
+    hosts.signal(signal.SIGTERM)
+    other.wait_for_line("stopping round 1", "stderr")
+    other.signal(signal.SIGTERM)
+    other.wait_for_line("SIGTERM received: the job is ending already", "stderr")
+    assert "leaves" not in other.stderr
+    for agent in agents:
+        agent.insist(signal.SIGINT)
+        agent.exits(1)

@@ -233,7 +233,10 @@ class SeveralNodes(Decisions):
         else:
             what, ends_the_job, self.leaves = "this node leaves the job", False, True
             reason = f"elasticctl {event.order}" if event.order else name
-        if self._group_exists and (event.now or not was_leaving):
+        if ends_job is None and self.ends_elsewhere:
+            # The time until SIGKILL has begun with the stop of the other node.
+            what = f"the job is ending already{how_to_hasten(signum)}"
+        elif self._group_exists and (event.now or not was_leaving):
             again = how_to_hasten(signum) if ends_job is None else _NOW if ends_job else ""
             first = "" if ends_job is None else f"{name} to the workers, "
             grace = f"{first}SIGKILL in {self._job.shutdown_timeout:g} s{again}"
