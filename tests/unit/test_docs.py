@@ -13,6 +13,7 @@ from tools import reference
 from elasticrs._engine.job.options import OPTIONS, TextRequested, parse
 from elasticrs._engine.nodes.transport import etcd_site
 from elasticrs._engine.nodes.transport.settings import KEYS
+from elasticrs._engine.supervise.run import orders
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = {
@@ -221,3 +222,13 @@ def test_the_documented_messages_exist_in_the_program(program, message):
     # The page shows the message in one piece. The program may split it into several literals, which are
     # joined here.
     assert message in program
+
+
+def test_the_exit_codes_of_elasticctl_are_those_of_the_table():
+    _, _, table = PAGES["docs/operating.md"].partition("| exit code | meaning |\n| --- | --- |\n")
+    told = dict(re.findall(r"\| (\d) \| (.*) \|\n", table.partition("\n\n")[0] + "\n"))
+    words = ("carried out", "failed", "command line", "different steps", "no such job", "refuses")
+    codes = (orders.DONE, orders.FAILED, orders.USAGE, orders.NOT_AGREED, orders.NO_JOB, orders.REFUSED)
+    assert len(told) == len(codes)
+    for code, word in zip(codes, words, strict=True):
+        assert word in told[str(code)]
