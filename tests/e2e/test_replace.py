@@ -6,6 +6,7 @@ import signal
 
 import pytest
 from helpers import procs
+from helpers.said import line_with
 
 pytestmark = pytest.mark.beyond_torchrun
 
@@ -156,6 +157,23 @@ def test_stacks_and_flight_records_of_a_replaced_worker_are_set_aside(launch, wo
     assert set(names) <= files.keys()
     assert "string_at" in files[names[0]].read_text()
     assert "string_at" not in job.stderr
+
+
+def test_a_file_that_cannot_be_set_aside_costs_no_restart(launch, worker_script, tmp_path):
+    script = worker_script("""
+        import os
+        folder, name = os.path.split(os.environ["TORCHELASTIC_ERROR_FILE"])
+        if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+            os.mkdir(os.path.join(folder, f"of_{os.getpid()}_{name}"))
+            open(os.path.join(folder, name + ".flight"), "w").close()
+            raise ValueError("first")
+    """)
+    job = launch("--max-restarts=1", "--on-failure=replace", f"--log-dir={tmp_path}/logs", script).exits(0)
+    line = line_with(job.stderr, "a file of the replaced worker is not renamed")
+    assert line.endswith("/error.json")
+    assert "1 restart charged" in job.stderr
+    (path,) = (tmp_path / "logs").glob("*/attempt_0/0/of_*_error.json.flight")
+    assert path.is_file()
 
 
 def test_the_job_fails_with_the_last_failure_if_no_restart_is_left(launch, worker_script):

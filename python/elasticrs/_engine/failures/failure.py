@@ -116,11 +116,12 @@ def error_file_of(error_file: str, pid: int) -> str:
     return os.path.join(folder, f"of_{pid}_{name}")
 
 
-def set_aside(error_file: str, kept: str, rank: int) -> None:
+def set_aside(error_file: str, kept: str, rank: int) -> OSError | None:
     """Rename a worker's error file to ``kept``. Rename its flight records and its fault file (the output of
     :mod:`faulthandler`) to names that match. Otherwise, the agent would take these files for those of the
-    worker that replaces this one.
+    worker that replaces this one. Return the last error, or ``None`` if all files were renamed.
     """
+    failed = None
     for path, to in (
         (error_file, kept),
         (fault_file(error_file), fault_file(kept)),
@@ -128,8 +129,12 @@ def set_aside(error_file: str, kept: str, rank: int) -> None:
         (last_record_file(error_file), last_record_file(kept)),
         (f"{flight_dumps(error_file)}{rank}", f"{flight_dumps(kept)}{rank}"),
     ):
-        if os.path.exists(path):
-            os.rename(path, to)
+        try:
+            if os.path.exists(path):
+                os.rename(path, to)
+        except OSError as error:  # noqa: PERF203 -- the other files are still to be renamed
+            failed = error
+    return failed
 
 
 def last_bytes(path: str, limit: int) -> bytes:

@@ -227,7 +227,9 @@ class AttemptTracker:
     def replace(self, action: machine.Replace) -> None:
         attempt, rank, self._restarts = self.result.attempts[-1], action.local_rank, action.restarts
         try:
-            process = prepare_replacement(self._workers, self.supervisor, attempt, rank, action.restarts)
+            process = prepare_replacement(
+                self._workers, self.supervisor, attempt, rank, action.restarts, self._console.say
+            )
             self.supervisor.replace(process)
         except (OSError, _core.SupervisorError) as error:
             self._not_replaced(rank, str(error))

@@ -247,7 +247,12 @@ def prepare_group(
 
 
 def prepare_replacement(
-    workers: Workers, supervisor: _core.Supervisor, attempt: Attempt, local_rank: int, restarts: int
+    workers: Workers,
+    supervisor: _core.Supervisor,
+    attempt: Attempt,
+    local_rank: int,
+    restarts: int,
+    say: Callable[[str], None],
 ) -> _core.ProcessSpec:
     """Return the process that replaces a dead worker. It appends to the log files of that worker."""
     setup, paths = workers.setup, attempt.paths
@@ -260,7 +265,10 @@ def prepare_replacement(
     error_file = paths.error_files.get(local_rank)
     if error_file:
         kept = error_file_of(error_file, attempt.pids[local_rank])
-        attempt.files.run(partial(set_aside, error_file, kept, int(before)), None)
+        error = attempt.files.run(partial(set_aside, error_file, kept, int(before)), None)
+        if error is not None:
+            who = attempt.who(local_rank)
+            say(f"{who}: a file of the replaced worker is not renamed: {error.strerror}: {error.filename}")
     streams = [each for each in _streams(setup, attempt) if each.local_rank == local_rank]
     if streams:
         supervisor.follow(streams)
