@@ -107,7 +107,7 @@ records = keeper._active._file.ring.records()
 record = trees.decode(records[4, False])
 """
         worker.run(found)
-        assert worker.run("torch.equal(record['random']['torch'], torch.get_rng_state())")
+        assert worker.run("list(record['random']['torch']) == torch.get_rng_state().tolist()")
 
 
 MICRO = """
