@@ -165,7 +165,7 @@ def test_rank_that_goes_on_from_another_step_ends_the_attempt(programs):
             assert first.run("keep.restore()") == 2
             first.run("train(3)")
             name = agent.joined()
-            assert agent.order(name) == Answer.NOTHING
+            assert agent.order(name) == Answer.APART
             second.send("train(1)")
             code, said = second.end()
             assert code == 1

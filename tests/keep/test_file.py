@@ -189,6 +189,25 @@ def test_automatic_copies_are_of_the_same_steps_on_all_ranks(costs, random, stri
     assert all(later - earlier >= 2 * stride for earlier, later in zip(due[0], due[0][1:], strict=False))
 
 
+@pytest.mark.parametrize(("mode", "has_spare"), [(Mode.REPLICATED, True), (Mode.SHARDED, False)])
+def test_a_rank_without_further_copies_holds_no_replicated_copies_of_the_others(mode, has_spare):
+    with schedules(None, mode) as (heads, (schedule, _)), ExitStack() as stack:
+        files = [stack.enter_context(closing(KeepFile(place))) for place in schedule._places]
+        for file, steps in zip(files, [(2, 9), (2,)], strict=True):
+            for slot, step in zip(file.slots, steps, strict=False):
+                slot.reserve(8192)
+                slot.begin(b"index", 4096, {Slot.STEP: step})
+                slot.complete(0, step)
+        assert [file.copied_steps() for file in files] == [{2, 9}, {2}]
+        assert schedule.common_steps() == {2}
+        heads[0][Head.GIVEN_UP] = 2 + 1
+        assert schedule.can_spare(2) is False
+        files[1].tell("no memory")
+        assert schedule.can_spare(2) is has_spare
+        heads[0][Head.GIVEN_UP] = 9 + 1
+        assert schedule.can_spare(9) is True
+
+
 @pytest.mark.parametrize("checks", [[(3, 7), (3, 7)], [(3, 7), (3, 8)], [(3, 7), (0, 0)], [(0, 0), (3, 7)]])
 def test_state_is_replicated_if_all_checks_are_equal_or_before_the_own_check(checks):
     with schedules(None) as (heads, (schedule, _)):

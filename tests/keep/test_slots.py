@@ -4,9 +4,17 @@ The model is that of sharded state: a step can be restored only if every rank ha
 """
 
 from collections import deque
+from random import Random
 from typing import NamedTuple
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from elasticrs._engine.inside.keep import layout
+from elasticrs._engine.inside.keep.choice import NEAR, Holding, KeptSlot, choose
+from elasticrs._engine.inside.keep.layout import Mode
+from elasticrs._engine.inside.keep.schedule import Held, can_spare, slots_to_use
 
 
 class Rank(NamedTuple):
@@ -188,3 +196,178 @@ def test_a_careless_copy_at_death_can_destroy_the_last_common_step():
     """
     states = reachable(2, 2, 3)
     assert any(lost(ranks, after) == float("inf") for ranks in states for after in deaths(ranks, careless))
+
+
+class Job:
+    """Model of ranks of one node that copy their states by the rules of the program. They die at any moment,
+    also in copies, and restart. Between two exchanges of gradients, ranks end up to ``apart`` steps alone.
+    """
+
+    def __init__(self, count, every, apart, mode, random):
+        self.ranks, self.every, self.apart, self.mode, self.random = range(count), every, apart, mode, random
+        self.slots = [[None, None] for _ in self.ranks]
+        self.small = [{} for _ in self.ranks]
+        self.sequence, self.attempt = 0, -1
+        self.is_whole = False
+        """True once all ranks have had a copy of one step, or have restored one exactly."""
+        self.restart(None)
+
+    def restart(self, step):
+        self.attempt, self.begun = self.attempt + 1, step
+        for rank in self.ranks:
+            for at, slot in enumerate(self.slots[rank]):
+                if slot is not None and (step is None or slot.step > step):
+                    self.slots[rank][at] = None
+        self.has_joined, self.restored, self.older = ([None] * len(self.ranks) for _ in range(3))
+        self.ended = self.sent = [None] * len(self.ranks)
+        self.ended, self.sent = [*self.ended], [*self.sent]
+        self.alive, self.given_up = {*self.ranks}, [-1] * len(self.ranks)
+        self.copies = [None] * len(self.ranks)
+        self.is_dying = False
+
+    def put(self, rank, step, is_end):
+        self.small[rank][layout.record_number(step, is_end)] = step
+
+    def join(self, rank):
+        begun = 0 if self.begun is None else self.begun
+        self.has_joined[rank], self.ended[rank], self.sent[rank] = True, begun, begun
+        after = -1 if self.begun is None else begun
+        self.small[rank] = {number: step for number, step in self.small[rank].items() if step <= after}
+        self.put(rank, begun, True)
+        if self.begun is not None:
+            self.small[rank][layout.RESTORED] = begun
+            common = set.intersection(*(self.steps(each) for each in self.ranks))
+            self.older[rank] = max((step for step in common if step < begun), default=None)
+            self.restored[rank] = begun
+            self.is_whole |= None not in self.restored
+
+    def steps(self, rank):
+        return {slot.step for slot in self.slots[rank] if slot is not None}
+
+    def held(self):
+        restored = [-1 if step is None else step for step in self.restored]
+        return [*map(Held, map(self.steps, self.ranks), self.given_up, restored)]
+
+    def send(self, rank):
+        self.sent[rank] += 1
+        self.put(rank, self.sent[rank], False)
+
+    def end_step(self, rank):
+        self.ended[rank] = step = self.sent[rank]
+        self.put(rank, step, True)
+        if step % self.every == 0:
+            self.small[rank][layout.COPIED] = step
+            self.copies[rank] = self.copy(rank, is_at_death=False)
+
+    def copy(self, rank, *, is_at_death):
+        """Copy the state of a rank, in steps between which anything may happen."""
+        step = self.ended[rank]
+        has_copied = step in self.steps(rank)
+        if has_copied or step == (self.begun or 0) or (self.begun is not None and None in self.restored):
+            return
+        is_replicated = self.mode == Mode.REPLICATED
+        is_young = is_replicated and self.begun is not None and step < self.begun + NEAR
+        slots = self.slots[rank]
+        held = [None if slot is None else slot.step for slot in slots]
+        order = slots_to_use(held, self.older[rank] if is_young else None)
+        for number in order[: 1 if is_at_death and not is_replicated else None]:
+            if held[number] is not None:
+                self.given_up[rank] = held[number]
+                yield
+                if not can_spare(held[number], self.held(), is_replicated=is_replicated):
+                    self.given_up[rank] = -1
+                    yield
+                    continue
+                yield
+            slots[number] = None
+            yield
+            if is_at_death or self.random.random() < 0.9:
+                self.sequence += 1
+                slots[number] = KeptSlot(number, step, self.attempt, 0, step, self.sequence)
+            return
+
+    def go_on(self, rank):
+        if next(self.copies[rank], self) is self:
+            self.copies[rank] = None
+
+    def keep_at_death(self, rank):
+        self.copies[rank] = self.copy(rank, is_at_death=True)
+        self.has_kept.add(rank)
+
+    def actions(self):
+        for rank in sorted(self.alive):
+            if self.copies[rank] is not None:
+                yield self.go_on, rank
+                if self.is_dying:
+                    continue
+            if self.is_dying:
+                if self.has_joined[rank] and rank not in self.has_kept:
+                    yield self.keep_at_death, rank
+            elif not self.has_joined[rank]:
+                yield self.join, rank
+            elif self.sent[rank] == self.ended[rank]:
+                yield self.send, rank
+            elif self.copies[rank] is None and self.has_exchanged(self.sent[rank]):
+                yield self.end_step, rank
+
+    def has_exchanged(self, step):
+        """Return true if a step can end, because the ranks have got as far as they must for that."""
+        return step % self.apart or all((sent or 0) >= step for sent in self.sent)
+
+    def run(self, events, death):
+        """Let events happen, and kill some ranks at the end, also while the others copy their states."""
+        self.has_kept = set()
+        for _ in range(events):
+            act, rank = self.random.choice([*self.actions()])
+            act(rank)
+            self.is_whole |= bool(set.intersection(*map(self.steps, self.ranks)))
+            assert self.is_exact() or not self.is_whole
+        self.is_dying = True
+        self.alive.remove(self.random.choice(self.ranks))
+        while actions := [*self.actions()]:
+            act, rank = self.random.choice(actions)
+            act(rank)
+            if self.random.random() < death:
+                self.alive.discard(rank)
+            assert self.is_exact() or not self.is_whole
+
+    def chosen(self):
+        return choose(
+            {
+                rank: Holding(
+                    tuple(slot for slot in self.slots[rank] if slot is not None),
+                    frozenset(self.small[rank].values()),
+                    has_joined=bool(self.has_joined[rank]),
+                    attempt=self.attempt,
+                    ended=self.ended[rank] if self.ended[rank] != self.begun else None,
+                    mode=self.mode,
+                    restored=self.restored[rank],
+                )
+                for rank in self.ranks
+            },
+            len(self.ranks),
+            was_replicated=self.mode == Mode.REPLICATED,
+        )
+
+    def is_exact(self):
+        chosen = self.chosen()
+        return chosen.step is not None and chosen.is_exact
+
+
+@settings(deadline=None)
+@given(
+    st.integers(1, 4),
+    st.integers(2, 5),
+    st.sampled_from([1, 1, 4]),
+    st.sampled_from([Mode.REPLICATED, Mode.SHARDED]),
+    st.lists(st.integers(0, 120), min_size=1, max_size=6),
+    st.sampled_from([0, 0.1, 0.5]),
+    st.integers(),
+)
+def test_whichever_ranks_die_in_their_copies_a_step_is_left_that_all_restore_exactly(
+    count, every, apart, mode, attempts, death, seed
+):
+    job = Job(count, every, apart, mode, Random(seed))
+    for events in attempts:
+        job.run(events, death)
+        job.restart(job.chosen().step)

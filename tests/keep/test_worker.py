@@ -259,6 +259,34 @@ def test_the_copy_before_a_restored_one_stays_until_that_one_has_proved_good(age
         assert steps_after(11, 28) == {26, 28}
 
 
+def test_a_copy_stays_until_all_ranks_have_restored_it(programs):
+    """A rank may restore its state much later than the others, for example because it loads a data set."""
+    with closing(KeepAgent(programs, 2)) as agent:
+        agent.begin()
+        with agent.worker(preamble=model(2, replicated=True)) as holder:
+            for step in range(1, 6):
+                holder.run(f"train({step})")
+            agent.joined()
+            wait_until(lambda: step_of(agent) == 4)
+            holder.kill()
+        agent.begin(step=4, holder=0)
+        with agent.worker(0, model(2, replicated=True)) as early:
+            assert early.run("keep.restore()") == 4
+            for step in range(5, 10):
+                early.run(f"train({step})")
+            while not is_alive(name := agent.joined()):
+                pass  # The other worker may have told the agent again how long its copies take.
+            assert agent.order(name) == Answer.APART
+            with agent.worker(1, model(2, replicated=True)) as late:
+                assert late.run("keep.restore()") == 4
+                assert late.run("keep.source.from_rank") == 0
+                early.run("train(10)")
+                wait_until(lambda: step_of(agent) == 10)
+                for step in range(5, 10):
+                    late.run(f"train({step})")
+                wait_until(lambda: step_of(agent, 1) == 8)
+
+
 @pytest.mark.parametrize("until", ["backward", "optimizer"])
 def test_rank_that_died_in_a_step_that_others_end_goes_on_from_its_end(programs, until):
     """The second time, it dies in the first step after a restart."""

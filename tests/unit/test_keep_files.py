@@ -208,7 +208,13 @@ def bytes_read():
 def test_hostile_words_cause_no_error_and_no_large_read(data):
     with keep_files(1) as files, closing(Worker(files.places[0])) as worker:
         os.ftruncate(worker.fd, data.draw(st.sampled_from([0, 100, RING, SECOND + 100, 1 << 40])))
-        places = [(0, Head.COUNT), (FIRST, Slot.COUNT), (SECOND, Slot.COUNT), (RING, 3), (RING + 1024, 3)]
+        places = [
+            (0, Head.COUNT),
+            (FIRST, Slot.COUNT),
+            (SECOND, Slot.COUNT),
+            (RING, 3),
+            (RING + layout.record_size(4096), 3),
+        ]
         for at, count in places:
             chosen = data.draw(st.dictionaries(st.integers(0 if at else 2, count - 1), word, max_size=count))
             worker.put(at, chosen)

@@ -35,6 +35,7 @@ _CHUNK = 1 << 20
 _CLEARED = (
     (Head.PID, Head.CHECK_DIGEST),
     (Head.RESTORED, Head.SECURED),
+    (Head.GIVEN_UP, Head.GIVEN_UP),
     (Head.DAMAGED, Head.DAMAGED),
 )
 """First and last index of the words in a file's head that the agent clears before each attempt."""

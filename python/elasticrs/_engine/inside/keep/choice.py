@@ -42,6 +42,7 @@ _ANSWERS = {
     Answer.TENSOR_CHANGED: "a tensor changed during the copy",
     Answer.FAILED: "the copy failed",
     Answer.KILLED: "the process that made the copy was killed",
+    Answer.APART: "not all ranks had restored their state",
 }
 
 

@@ -24,6 +24,7 @@ from elasticrs._engine.inside.keep import layout, trees
 from elasticrs._engine.inside.keep.choice import NEAR
 from elasticrs._engine.inside.keep.file import OffError, round_up, say, sizes_as_text
 from elasticrs._engine.inside.keep.layout import Agreed, AgreedState, Answer, Head, Slot, Why
+from elasticrs._engine.inside.keep.schedule import slots_to_use
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -193,7 +194,6 @@ class Copier:
         self._has_ended = threading.Event()
         self._targets: dict[int, _Target] = {}
         self._touched: dict[int, mmap | None] = {}
-        self._last: int | None = None
         self._check_step: int | None = None
         self._told_pace = _LEAST_PACE_MS
         self._killed = 0
@@ -204,10 +204,8 @@ class Copier:
         """True if tensors may change without a call of :meth:`change`. Then no copy is made when the agent is
         about to stop this process, and the training waits while a periodic copy reads the tensors.
         """
-        self.source: int | None = None
-        """Slot of this rank's file with the copy that was restored. The next goes into the other slot."""
-        self._older: tuple[int, int] | None = None
-        """Step and slot of the copy of :meth:`protect_older_than`."""
+        self._older: int | None = None
+        """Step of the copy of :meth:`protect_older_than`."""
         self._is_young_until = 0
         self._sequence = max(slot.sequence for slot in file.slots)
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC)
@@ -444,16 +442,15 @@ class Copier:
             if self._is_changing:
                 return Answer.CHANGING
             if self._ranks.do_starts_differ():
-                # Ranks may have restored different steps. Their copies would be a mixture of two trainings.
-                return Answer.NOTHING
-            if why == Why.AT_DEATH and self._would_lose_common_step():
-                return Answer.KEPT
+                # Ranks that have not restored their state yet need the copies that would be overwritten. Or
+                # ranks have restored different steps. Their copies would be a mixture of two trainings.
+                return Answer.APART
             begun = monotonic_ns()
             if self._has_changed(boundary):
                 return Answer.TENSOR_CHANGED
             boundary.parts = boundary.parts.up_to_date()
             index = boundary.index()
-            number = self._free_slot(boundary.step)
+            number = self._free_slot(boundary.step, is_at_death=why == Why.AT_DEATH)
             if number is None:
                 return Answer.KEPT
             target = self._target(number, boundary.parts, index)
@@ -480,7 +477,7 @@ class Copier:
                 return Answer.TENSOR_CHANGED
         self._sequence += 1
         slot.complete(digest, self._sequence)
-        self._last, self._killed = number, 0
+        self._killed = 0
         if boundary.step == self._check_step:
             words[Head.CHECK_DIGEST], words[Head.CHECK_STEP] = digest, boundary.step + 1
         words[Head.COPIES] += 1
@@ -523,21 +520,21 @@ class Copier:
         return path is not None
 
     def protect_older_than(self, restored: int) -> None:
-        """Do not overwrite the newest copy of a step before ``restored`` in the next :data:`NEAR` steps. If
-        the restored state makes the training fail again, all ranks go on from that older copy.
+        """Do not overwrite the newest copy of a step before ``restored`` in the next :data:`NEAR` steps, if
+        that is possible. If the restored state makes the training fail again, all ranks go on from that older
+        copy. So take a step that all ranks have. None of them copies its state before all have restored it.
         """
-        older = [
-            (step, number)
-            for number, slot in enumerate(self._file.slots)
-            if (step := slot.complete_step) is not None and step < restored
-        ]
-        self._older, self._is_young_until = max(older, default=None), restored + NEAR
+        steps = self._ranks.common_steps()
+        if steps is None:
+            steps = {step for slot in self._file.slots if (step := slot.complete_step) is not None}
+        self._older = max((step for step in steps if step < restored), default=None)
+        self._is_young_until = restored + NEAR
 
-    def _free_slot(self, step: int) -> int | None:
+    def _free_slot(self, step: int, *, is_at_death: bool) -> int | None:
         """Return the slot of this rank's file for the next copy, which is of ``step``; ``None`` if both slots
         have to be kept.
 
-        The other slot keeps the newest copy, that of which all nodes have a copy, or the one of
+        The other slots keep a step that all ranks can restore, and if possible the one of
         :meth:`protect_older_than`. The latter is not done if each rank has only a part of the state: if a
         rank died during its copy, all would then have to go back that far.
         """
@@ -547,37 +544,29 @@ class Copier:
                 self._ranks.await_settled(_SETTLING)
                 free = self._unprotected()
             return min(free, key=lambda each: slots[each].sequence, default=None)
-        if self._older is not None and step < self._is_young_until and self._ranks.is_replicated():
-            kept, number = self._older
-            if slots[number].complete_step == kept:
-                return (number + 1) % layout.SLOTS
-        if self._last is None:
-            empty = [number for number, slot in enumerate(slots) if slot.complete_step is None]
-            if empty:
-                return empty[0]
-        newest = self._last if self._last is not None else self.source
-        if newest is None:
-            newest = max(range(layout.SLOTS), key=lambda number: slots[number].sequence)
-        return (newest + 1) % layout.SLOTS
+        is_replicated = self._ranks.is_replicated()
+        is_young = is_replicated and step < self._is_young_until
+        held = [slot.complete_step for slot in slots]
+        order = slots_to_use(held, self._older if is_young else None)
+        if is_at_death and not is_replicated:
+            # Another rank may still complete its copy of the newest step that this rank has copied.
+            del order[1:]
+        for number in order:
+            copied = held[number]
+            if copied is None:
+                return number
+            self._file.words[Head.GIVEN_UP] = copied + 1
+            can_spare = self._ranks.can_spare(copied)
+            # Without a look at the other ranks, suppose that each of them has completed its copies, because
+            # its training waits for them. A rank that has died may not have done so.
+            if can_spare or (can_spare is None and (is_replicated or not is_at_death)):
+                return number
+            self._file.words[Head.GIVEN_UP] = 0
+        return None
 
     def _unprotected(self) -> list[int]:
         protected = (self._ranks.protected() or set()) - {None}
         return [each for each, slot in enumerate(self._file.slots) if slot.complete_step not in protected]
-
-    def _would_lose_common_step(self) -> bool:
-        """Return true if a new copy could overwrite this rank's copy of the newest step that all ranks have
-        copied.
-
-        This matters if each rank has only a part of the state. If another rank has not copied the newest step
-        that this rank has copied, all ranks can restore only an older step, whose copy would be overwritten.
-        Return false if the ranks are on several nodes, because :meth:`_free_slot` then protects that copy.
-        """
-        newest = max(
-            (found for slot in self._file.slots if (found := slot.complete_step) is not None), default=None
-        )
-        if newest is None or self._ranks.generations is not None or self._ranks.is_replicated():
-            return False
-        return not self._ranks.have_all_copied(newest)
 
     def _target(self, number: int, parts: Parts, index: bytes) -> _Target:
         target = self._targets.get(number)

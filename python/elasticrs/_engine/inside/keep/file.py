@@ -221,8 +221,8 @@ class KeepFile:
         owner, own = self.words[Head.PID], os.getpid()
         if owner not in (0, own):
             raise ForeignError(f"process {owner} of this rank has kept its state in this attempt already")
-        cleared = (range(Head.RANK, Head.TABLE), range(Head.RESTORED, Head.IS_AGREED), (Head.SECURED,))
-        for word in itertools.chain(*cleared):
+        counters = (range(Head.RANK, Head.TABLE), range(Head.RESTORED, Head.IS_AGREED))
+        for word in itertools.chain(*counters, (Head.SECURED, Head.GIVEN_UP)):
             self.words[word] = 0
         self.words[Head.RANK], self.words[Head.WORLD] = rank + 1, world
         self.words[Head.MODE], self.words[Head.ATTEMPT] = mode, attempt
@@ -243,15 +243,23 @@ class KeepFile:
             if slot.complete_step is not None and slot.complete_step >= step:
                 slot.drop()
 
-    def has_copy(self, step: int) -> bool:
-        """Return true if the file now has a complete copy of this step. Look at the file again each time,
-        because another process may be writing it.
+    def copied_steps(self) -> set[int]:
+        """Return the steps of which the file now has a complete copy. Read the file again each time, because
+        another process may be writing it.
         """
-        found = [SlotRegion(self, number) for number in range(layout.SLOTS)]
-        has_copy = any(slot.complete_step == step for slot in found)
-        for slot in found:
-            slot.close()
-        return has_copy
+        descriptor = self._open()
+        found: set[int] = set()
+        try:
+            for number in range(1, 1 + layout.SLOTS):
+                offset = self.words[Head.TABLE + 2 * number]
+                is_in_use = self.words[Head.TABLE + 2 * number + 1] and offset >> 62 == 0
+                head = os.pread(descriptor, layout.WORD * (Slot.STEP + 1), offset) if is_in_use else b""
+                words = layout.unpack(head)
+                if words[: Slot.STEP] == (layout.SLOT_MAGIC, SlotState.COMPLETE):
+                    found.update(words[Slot.STEP :])
+        finally:
+            os.close(descriptor)
+        return found
 
     def region(self, number: int) -> tuple[int, int]:
         """Return offset and size of a region: the ring (``number`` is 0) or a slot (1 or 2). Return zeros if
@@ -313,9 +321,10 @@ class Ring:
     def __init__(self, file: KeepFile) -> None:
         self._file, self._map = file, file.map(0)
 
-    def put(self, step: int, is_end: bool, data: bytes, *, is_copied: bool = False) -> None:
-        """Write a record of a step. ``is_end`` is false if the optimizer of this step has not run yet. If
-        ``is_copied`` is true, the record is that of the last copied step, and stays until the next one.
+    def put(self, step: int, is_end: bool, data: bytes, *, place: int | None = None) -> None:
+        """Write a record of a step. ``is_end`` is false if the optimizer of this step has not run yet. With
+        ``place`` (:data:`.layout.RESTORED` or :data:`.layout.COPIED`), the record stays there until the next
+        one with the same place.
 
         Raises:
             OSError: there is not enough memory.
@@ -324,8 +333,7 @@ class Ring:
         if self._map is None or need > layout.record_size(len(self._map)):
             self._enlarge(need)
         assert self._map is not None
-        number = layout.COPIED if is_copied else layout.record_number(step, is_end)
-        at = layout.record_at(number, len(self._map))
+        at = layout.record_at(layout.record_number(step, is_end) if place is None else place, len(self._map))
         start = at + layout.RECORD_HEAD
         self._map[at:start] = bytes(layout.RECORD_HEAD)
         self._map[start : at + need] = data
@@ -335,7 +343,7 @@ class Ring:
         kept = [*self._intact()]
         self._map = self._file.replace(0, self._map, layout.RECORDS * round_up(need + need // 2, layout.PAGE))
         for step, is_end, number, data in kept:
-            self.put(step, is_end, data, is_copied=number == layout.COPIED)
+            self.put(step, is_end, data, place=number)
 
     def records(self) -> dict[tuple[int, bool], bytes]:
         """Return the records with a correct checksum, by step and ``is_end``."""

@@ -243,11 +243,11 @@ def _guarded(method: Callable[..., None]) -> Callable[..., None]:
     """
 
     @wraps(method)
-    def call(self: Keeper, *arguments: Any) -> None:
+    def call(self: Keeper, *arguments: Any, **named: Any) -> None:
         if self._copier.is_off or self.is_closed:
             return
         try:
-            method(self, *arguments)
+            method(self, *arguments, **named)
         except OffError as error:
             self._copier.turn_off(str(error))
         except OSError as error:
@@ -301,8 +301,8 @@ class Keeper:
         memory, grace = self._plan["memory"], self._plan["grace"]
         self._copier = Copier(self._file, facts, memory, grace, notices, self._schedule)
         self._at: int | None = None
-        self._read: tuple[int, int | None] | None = None
-        """Step of the copies that :meth:`reader` has opened, and the slot of this rank's file among them."""
+        self._read: int | None = None
+        """Step of the copies that :meth:`reader` has opened."""
         self._stride = 1
         self._boundary: Boundary | None = None
         self._has_changed = self._has_told_gradients = self._are_starts_equal = False
@@ -398,13 +398,8 @@ class Keeper:
             readable = plan.get("reader")
             hint = f"; keep.reader() can load step {readable['step']}" if readable else ""
             say_for_all(f"no kept state is restored: {plan['why']}{hint}")
-        self._file.ring.drop_after(-1 if found is None else found[0])
-        if found is not None:
-            begun, *_ = found
-            self.begin_at(begun)
-            if "home" not in plan:
-                self._copier.source = plan.get("own")
-                self._copier.protect_older_than(begun)
+        if found is None:
+            self._file.ring.drop_after(-1)
         self._join_peers()
         return found
 
@@ -455,8 +450,7 @@ class Keeper:
         for node, ranks in plan.get("from_partners", {}).items():
             verb = "restores" if len(ranks) == 1 else "restore"
             text += f"; {phrases.ranks_text(ranks, 4)} {verb} from the copy on node {node}"
-        # The agent says no line of its own about this step after this.
-        self._file.words[Head.RESTORED] = step + 1
+        self._go_on_from(step)
         say_for_all(f"the training continues at {text}")
         if stale:
             say(f"this rank had not reached the end of step {step}; older than that is: {', '.join(stale)}")
@@ -510,19 +504,33 @@ class Keeper:
         from elasticrs._engine.inside.keep.reader import Reader, open_copies
 
         copies = open_copies(found, self._file, None if _agreement is None else _agreement.store)
-        own = [slot for place, slot, _ in found.get("copies", ()) if place == self._file.place]
-        self._read = found["step"], own[0] if own else None
+        self._read = found["step"]
         return Reader(copies, int(os.environ["RANK"]))
 
-    @_guarded
+    def _go_on_from(self, step: int) -> None:
+        """Note that this rank has restored ``step``. From now on, other ranks may overwrite older copies."""
+        self._file.ring.drop_after(step)
+        self._begin_at(step, has_restored=True)
+        # The agent says no line of its own about this step after this.
+        self._file.words[Head.RESTORED] = step + 1
+
     def begin_at(self, step: int) -> None:
-        """Note that the training goes on after ``step``, which the program has restored or begun with."""
+        """Note that the training goes on after ``step``, which the program has read or begun with."""
+        if self._read == step:
+            self._go_on_from(step)
+        else:
+            self._begin_at(step)
+
+    @_guarded
+    def _begin_at(self, step: int, *, has_restored: bool = False) -> None:
         if self._collector.is_complete():
-            self._file.ring.put(step, True, self._collector.begin_after(step))
+            small = self._collector.begin_after(step)
+            self._file.ring.put(step, True, small)
+            if has_restored:
+                self._file.ring.put(step, True, small, place=layout.RESTORED)
         self._at, self._versions = step, self._collector.versions()
-        if self._read is not None and self._read[0] == step:
-            self._file.words[Head.RESTORED] = step + 1
-            self._copier.source = self._read[1]
+        if has_restored:
+            self._copier.protect_older_than(step)
 
     @_guarded
     def before_change(self) -> None:
@@ -640,7 +648,7 @@ class Keeper:
         words[Head.ENDED], words[Head.ENDED_AT] = step + 1, monotonic_ns()
         is_due, is_check = self._schedule.next(step, is_idle=self._copier.is_idle())
         if is_due:
-            self._file.ring.put(step, True, boundary.small, is_copied=True)
+            self._file.ring.put(step, True, boundary.small, place=layout.COPIED)
         if is_due and not boundary.parts.is_on_cpu:
             torch.cuda.synchronize()
         self._copier.end_step(boundary, is_due=is_due, is_check=is_check)

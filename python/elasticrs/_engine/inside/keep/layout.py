@@ -106,7 +106,11 @@ class Head:
     """
     DAMAGED = 34
     """The newest step of which a worker has found a damaged copy in this file, and has deleted it."""
-    COUNT = 35
+    GIVEN_UP = 35
+    """The step of which this rank is about to overwrite its copy. Other ranks do not count on that copy any
+    more, although it is still complete.
+    """
+    COUNT = 36
 
 
 class Agreed:
@@ -187,6 +191,8 @@ class Answer:
     FAILED = 6
     KILLED = 7
     """The process that made the copy was ended by a signal."""
+    APART = 8
+    """Other ranks of this node had not restored the step that this rank has restored."""
 
 
 class Slot:
@@ -237,13 +243,16 @@ class Why:
     AT_STOP = 2
 
 
-RECORDS = 5
-"""Number of records in the ring: two for each of the last two steps, and one of the last copied step."""
+RECORDS = 6
+"""Number of records in the ring: two for each of the last two steps, and those of :data:`RESTORED` and
+:data:`COPIED`.
+"""
 
-COPIED = RECORDS - 1
-"""Position in the ring of the record of the last step that had a periodic copy. It was written at the end of
-that step. A rank may lose its own copy of that step when it dies during its next copy. Then it restores the
-copy of another rank, but needs its own random numbers.
+RESTORED, COPIED = 4, 5
+"""Positions in the ring of the records of the restored step, and of the last step that had a periodic copy.
+They were written when the rank had restored its state, and at the end of that step. Records of later steps do
+not replace them. A rank may have no copy of its own of these steps: it has restored that of another rank, or
+has died during its next copy. Then it restores the copy of another rank, but needs its own random numbers.
 """
 
 RECORD_HEAD = 3 * WORD
@@ -254,7 +263,7 @@ def record_number(step: int, is_end: bool) -> int:
     """Return the position of a record among the records of the ring. ``is_end`` is true if the record was
     written at the end of the step, and false if it was written before the optimizer ran.
     """
-    return (step * 2 + is_end) % COPIED
+    return (step * 2 + is_end) % RESTORED
 
 
 def record_at(number: int, capacity: int) -> int:
@@ -276,9 +285,10 @@ def records(read: Callable[[int, int], bytes], capacity: int) -> Iterator[tuple[
     """
     room = record_size(capacity) - RECORD_HEAD
     for number in range(RECORDS if room > 0 else 0):
-        at, is_end = record_at(number, capacity), number == COPIED or bool(number % 2)
+        at, is_end = record_at(number, capacity), number >= RESTORED or bool(number % 2)
         step, length, crc = unpack(read(at, RECORD_HEAD))
-        if step and 0 < length <= room and number in (COPIED, record_number(step - 1, is_end)):
+        is_own_place = number >= RESTORED or number == record_number(step - 1, is_end)
+        if step and 0 < length <= room and is_own_place:
             yield step - 1, is_end, at + RECORD_HEAD, length, crc
 
 

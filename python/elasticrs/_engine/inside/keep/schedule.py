@@ -10,6 +10,7 @@ from __future__ import annotations
 from math import ceil
 from threading import Condition
 from time import monotonic, monotonic_ns, sleep
+from typing import NamedTuple
 
 from elasticrs._engine.inside.keep.file import KeepFile, OffError
 from elasticrs._engine.inside.keep.layout import Head, Mode
@@ -46,6 +47,62 @@ because any rank that survives a failure can still copy the newest state.
 
 _FIXED = 10
 """Number of steps between two periodic copies if this rank cannot read in rank 0's file when to make them."""
+
+
+def slots_to_use(held: Sequence[int | None], older: int | None) -> list[int]:
+    """Return the slots (places for one copy each) of a rank's file in the order in which the next copy should
+    use them: an empty one, then the one with the oldest step.
+
+    Args:
+        held: the step of the copy in each slot; ``None`` for an empty slot.
+        older: step of a copy to which the training may have to go back (LOOP-1), because the restored one may
+            be bad. Its slot comes last.
+    """
+
+    def key(slot: int) -> tuple[bool, int]:
+        step = held[slot]
+        return step is not None and step == older, -1 if step is None else step
+
+    return sorted(range(len(held)), key=key)
+
+
+class Held(NamedTuple):
+    """What other ranks see in the file of a rank."""
+
+    steps: set[int]
+    """Steps of which the rank has a complete copy."""
+    given_up: int
+    """Step of the copy that the rank is about to overwrite, if it finds that the copy can be spared; -1 if
+    there is none.
+    """
+    restored: int
+    """Step that the rank has restored; -1 if there is none. It keeps its random numbers of that step until
+    the next restart.
+    """
+
+
+def can_spare(step: int, held: Sequence[Held], *, is_replicated: bool) -> bool:
+    """Return true if a rank may overwrite its copy of ``step``: all ranks can restore another step exactly,
+    whatever happens to their next copies, or they could not restore this one either.
+
+    Each rank gives its copy up before it looks. So of two ranks that do this at the same time, at least one
+    sees that the other has done so.
+
+    Args:
+        step: step of the copy. The rank has given it up.
+        held: what each rank has.
+        is_replicated: true if any rank's copy serves all ranks, with the random numbers of each.
+    """
+
+    def can_restore(wanted: int, steps: Sequence[set[int]]) -> bool:
+        return any(wanted in each for each in steps) and all(
+            wanted in each or (is_replicated and wanted == rank.restored)
+            for each, rank in zip(steps, held, strict=True)
+        )
+
+    whole = [rank.steps for rank in held]
+    safe = [rank.steps - {rank.given_up} for rank in held]
+    return any(can_restore(each, safe) for each in set().union(*safe)) or not can_restore(step, whole)
 
 
 class Generations:
@@ -338,10 +395,13 @@ class Schedule:
             return self._mode != Mode.SHARDED
         if self.generations is not None:
             return False
-        if not self._words[Head.CHECK_STEP]:
+        own = self._words[Head.CHECK_STEP]
+        if not own:
             return True
-        checks = {(each[Head.CHECK_STEP], each[Head.CHECK_DIGEST]) for each in self._others()}
-        return checks == {(self._words[Head.CHECK_STEP], self._words[Head.CHECK_DIGEST])}
+        # A rank that restored its state before this rank did could not make the copy. Do not wait for it.
+        heads = [each for each in self._others() if each[Head.CHECK_STEP] or each[Head.ENDED] <= own]
+        checks = {(each[Head.CHECK_STEP], each[Head.CHECK_DIGEST]) for each in heads}
+        return checks == {(own, self._words[Head.CHECK_DIGEST])}
 
     def is_sharded(self) -> bool:
         """Return true if it is known that each rank has only a part of the state."""
@@ -355,23 +415,44 @@ class Schedule:
         for number, word in enumerate(twins or (0, 0, 0)):
             self._words[Head.TWINS + number] = word
 
-    def have_all_copied(self, step: int) -> bool:
-        """Return true if each rank of this node has a complete copy of ``step``."""
+    def common_steps(self) -> set[int] | None:
+        """Return the steps of which each rank has a copy; ``None`` if their files cannot be read."""
+        held = self._held()
+        return set.intersection(*(each.steps for each in held)) if held else None
+
+    def can_spare(self, step: int) -> bool | None:
+        """Return true if this rank may overwrite its copy of ``step`` (see :func:`can_spare`), which it must
+        have given up already. Return ``None`` if the files of the ranks cannot be read.
+        """
+        held = self._held()
+        return can_spare(step, held, is_replicated=self.is_replicated()) if held else None
+
+    def _held(self) -> list[Held]:
+        """Return what each rank has; nothing if the files of the ranks cannot be read. If all ranks have the
+        same state, leave out those that make no copies any more. Otherwise, all ranks would some day go back
+        to the last step that those have copied.
+        """
         self._others()
-        files = self._peers or ()
+        files, is_replicated = self._peers or (), self.is_replicated()
         try:
-            return bool(files) and all(each.has_copy(step) for each in files)
+            return [
+                Held(each.copied_steps(), each.words[Head.GIVEN_UP] - 1, each.words[Head.RESTORED] - 1)
+                for each in files
+                if not (is_replicated and each.words[Head.REASON_LENGTH])
+            ]
         except (OSError, OffError):
-            return False  # The copies were in files in the memory of the agent, which has ended.
+            return []  # The copies were in files in the memory of the agent, which has ended.
 
     def newest_ended(self) -> int:
         """Return the newest step that any of the ranks has ended; -1 if there is none."""
         return max((each[Head.ENDED] for each in self._others()), default=0) - 1
 
     def do_starts_differ(self) -> bool:
-        """Return true if another rank has not restored the same step as this rank, or has not done so yet."""
+        """Return true if another rank has not restored the same step as this rank, or has not done so yet.
+        Ignore ranks that do not use ``Keep`` yet if this rank has restored nothing.
+        """
         own = self._words[Head.RESTORED]
-        return any(each[Head.PID] and each[Head.RESTORED] != own for each in self._others())
+        return any((own or each[Head.PID]) and each[Head.RESTORED] != own for each in self._others())
 
     def has_another_restored(self, limit: float) -> bool:
         """Wait until another rank of this node has restored a step, or all of them have failed to do so, but
