@@ -368,17 +368,23 @@ def test_a_second_kill_at_the_worst_moment(job, calm, first, most, more):
     assert max(hurt.training.lost()) <= (8 if more and most < 8 else most)
 
 
-def test_ranks_that_die_in_their_copies_soon_after_restarts_go_on_exactly(job, calm):
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_ranks_that_die_in_their_copies_soon_after_restarts_go_on_exactly(
+    launch_with_torch, tmp_path, calm, nodes
+):
     """After the second restart, the ranks have different copies: each was the only one to copy a step at the
     death of the other. Both ranks then die in their next copies.
     """
-    arguments = ("--steps", "60", "--every", "7")
-    both = "kill:0:1:24", "kill:1:0:30", "copy:2:0:34", "copy:2:1:34"
-    hurt = job("hurt", *arguments, *faults(*both))
+    # Steps take as long as some comparisons of the nodes.
+    arguments = ("--steps", "60", "--every", "7", "--pause=0.01")
+    ordered = faults("kill:0:1:24", "kill:1:0:30", "copy:2:0:34", "copy:2:1:34")
+    hurt = ForkedJob(launch_with_torch, tmp_path / "hurt", *arguments, *ordered, ranks=2, nodes=nodes)
     assert hurt.ends() == calm(*arguments)
     assert "random numbers" not in hurt.launched.stderr
     # Step 21 stays in case that a restored state makes the training fail, and is the last that both have.
-    assert hurt.training.lost() == [0, 0, 14]
+    *first, last = hurt.training.lost()
+    assert first == [0, 0]
+    assert last <= 21
 
 
 def test_a_restored_state_that_fails_at_once_is_set_aside_after_two_attempts(job, calm):

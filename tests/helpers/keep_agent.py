@@ -212,6 +212,7 @@ class KeepAgent:
                 "ranks": self.world,
                 "at_death": 1,
                 "lost": 0,
+                "fallback": self._fallback(step),
                 "readable": None,
                 "memory": 1 << 30,
                 "grace": 10,
@@ -219,6 +220,11 @@ class KeepAgent:
             own[rank] = {**made, **plan}
         self.files.begin({}, own, newest)
         self._attempt += 1
+
+    def _fallback(self, step: int | None) -> int | None:
+        """Return the newest step before ``step`` of which each rank has a copy."""
+        steps = set.intersection(*(self.file(rank).copied_steps() for rank in range(self.world)))
+        return max((each for each in steps if step is not None and each < step), default=None)
 
     def _slot(self, place: str, step: int) -> tuple[int, int]:
         """Return number and sequence of the slot with a step."""

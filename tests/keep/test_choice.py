@@ -109,6 +109,8 @@ def test_each_rank_has_a_source_and_no_newer_step_would_do(found, world, barred_
     assert not [step for step in better if is_exact(step)]
     assert chosen.is_exact or not [step for step in better if step > chosen.step]
     assert chosen.sources.keys() == set(range(world))
+    older = [step for step in range(chosen.step) if copies_of(found, step).keys() >= set(range(world))]
+    assert chosen.fallback == max(older, default=None)
     for rank, (holder, index, _) in chosen.sources.items():
         slot = found[holder].slots[index]
         assert slot.step == chosen.step

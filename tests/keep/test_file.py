@@ -189,6 +189,19 @@ def test_automatic_copies_are_of_the_same_steps_on_all_ranks(costs, random, stri
     assert all(later - earlier >= 2 * stride for earlier, later in zip(due[0], due[0][1:], strict=False))
 
 
+@pytest.mark.parametrize("has_other_nodes", [False, True])
+def test_a_rank_that_has_restored_a_step_awaits_all_ranks_of_its_node(has_other_nodes):
+    with keep_files(2) as files, closing(KeepFile(files.places[0])) as own:
+        how = {"has_other_nodes": has_other_nodes}
+        with closing(Schedule(own.words, files.places, 0, None, Mode.AUTO, **how)) as schedule:
+            assert not schedule.do_starts_differ()
+            own.words[Head.RESTORED] = 7
+            assert schedule.do_starts_differ()
+            with closing(KeepFile(files.places[1])) as other:
+                other.words[Head.RESTORED] = 7
+                assert not schedule.do_starts_differ()
+
+
 @pytest.mark.parametrize(("mode", "has_spare"), [(Mode.REPLICATED, True), (Mode.SHARDED, False)])
 def test_a_rank_without_further_copies_holds_no_replicated_copies_of_the_others(mode, has_spare):
     with schedules(None, mode) as (heads, (schedule, _)), ExitStack() as stack:
@@ -199,7 +212,6 @@ def test_a_rank_without_further_copies_holds_no_replicated_copies_of_the_others(
                 slot.begin(b"index", 4096, {Slot.STEP: step})
                 slot.complete(0, step)
         assert [file.copied_steps() for file in files] == [{2, 9}, {2}]
-        assert schedule.common_steps() == {2}
         heads[0][Head.GIVEN_UP] = 2 + 1
         assert schedule.can_spare(2) is False
         files[1].tell("no memory")

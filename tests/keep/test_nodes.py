@@ -191,7 +191,7 @@ def keep(file, step, data, index=b"index"):
 
 def test_the_agent_reads_on_which_step_the_nodes_have_agreed():
     facts = {"step": 17, "exact": False, "behind": [1], "why": "because\n", "kept_by": [0], "ranks": 2}
-    facts |= {"at_death": 1, "lost": 0, "readable": None}
+    facts |= {"at_death": 1, "lost": 0, "fallback": 11, "readable": None}
     with keep_files(1) as files:
         files.begin({}, {0: {"rank": "0"}}, None)
         assert files.agreed() is None

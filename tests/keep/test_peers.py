@@ -300,7 +300,7 @@ class Ranks:
             self.handovers.append(nodes._offer(self.store, (rank, 0), files, 0, lambda _: None))
             agreement = nodes.Agreement(plan, self.store)
             agreement.nodes = shares if has_partners else None
-            self.schedules.append(Schedule(self.own[rank].words, None, rank, every, mode))
+            self.schedules.append(Schedule(self.own[rank].words, (), rank, every, mode, has_other_nodes=True))
             self.peers.append(Peers(agreement, self.own[rank], self.schedules[-1]))
             if restored is not None:
                 self.copy(rank, restored)

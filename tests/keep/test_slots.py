@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elasticrs._engine.inside.keep import layout
-from elasticrs._engine.inside.keep.choice import NEAR, Holding, KeptSlot, choose
+from elasticrs._engine.inside.keep.choice import NEAR, Choice, Holding, KeptSlot, choose
 from elasticrs._engine.inside.keep.layout import Mode
 from elasticrs._engine.inside.keep.schedule import Held, can_spare, slots_to_use
 
@@ -210,15 +210,15 @@ class Job:
         self.sequence, self.attempt = 0, -1
         self.is_whole = False
         """True once all ranks have had a copy of one step, or have restored one exactly."""
-        self.restart(None)
+        self.restart(Choice())
 
-    def restart(self, step):
-        self.attempt, self.begun = self.attempt + 1, step
+    def restart(self, chosen):
+        self.attempt, self.begun, self.older = self.attempt + 1, chosen.step, chosen.fallback
         for rank in self.ranks:
             for at, slot in enumerate(self.slots[rank]):
-                if slot is not None and (step is None or slot.step > step):
+                if slot is not None and (self.begun is None or slot.step > self.begun):
                     self.slots[rank][at] = None
-        self.has_joined, self.restored, self.older = ([None] * len(self.ranks) for _ in range(3))
+        self.has_joined, self.restored = ([None] * len(self.ranks) for _ in range(2))
         self.ended = self.sent = [None] * len(self.ranks)
         self.ended, self.sent = [*self.ended], [*self.sent]
         self.alive, self.given_up = {*self.ranks}, [-1] * len(self.ranks)
@@ -236,8 +236,6 @@ class Job:
         self.put(rank, begun, True)
         if self.begun is not None:
             self.small[rank][layout.RESTORED] = begun
-            common = set.intersection(*(self.steps(each) for each in self.ranks))
-            self.older[rank] = max((step for step in common if step < begun), default=None)
             self.restored[rank] = begun
             self.is_whole |= None not in self.restored
 
@@ -269,7 +267,7 @@ class Job:
         is_young = is_replicated and self.begun is not None and step < self.begun + NEAR
         slots = self.slots[rank]
         held = [None if slot is None else slot.step for slot in slots]
-        order = slots_to_use(held, self.older[rank] if is_young else None)
+        order = slots_to_use(held, self.older if is_young else None)
         for number in order[: 1 if is_at_death and not is_replicated else None]:
             if held[number] is not None:
                 self.given_up[rank] = held[number]
@@ -370,4 +368,4 @@ def test_whichever_ranks_die_in_their_copies_a_step_is_left_that_all_restore_exa
     job = Job(count, every, apart, mode, Random(seed))
     for events in attempts:
         job.run(events, death)
-        job.restart(job.chosen().step)
+        job.restart(job.chosen())

@@ -159,6 +159,8 @@ class Choice(Value):
         why_copied: why the ranks copied this step, such as a failure or a stop: a code of :class:`.Why`.
         is_replicated: true if all ranks have the same state, so that any rank's copy serves all of them.
         why: why no step, or no newer one, can be restored. Empty if no step is lost or no rank uses ``Keep``.
+        fallback: newest step before ``step`` of which each rank has made a copy; ``None`` if there is none.
+            It is for the case that the state of ``step`` makes the training fail (LOOP-1).
         readable: step that ``Keep.reader`` can load, if ``step`` is ``None``; ``None`` if there is none.
         folder: folder on a disk in which this step is saved; empty if it is in memory only.
         has_folder: true if the job has the option ``--keep-save``, also if nothing could be saved there.
@@ -174,6 +176,7 @@ class Choice(Value):
     why_copied: int = Why.PERIODIC
     is_replicated: bool = False
     why: str = ""
+    fallback: int | None = None
     readable: int | None = None
     folder: str = ""
     has_folder: bool = False
@@ -207,6 +210,7 @@ class Choice(Value):
             "ranks": self.ranks,
             "at_death": self.why_copied,
             "lost": self.lost,
+            "fallback": self.fallback,
             "readable": self.readable,
         }
 
@@ -215,10 +219,11 @@ class Choice(Value):
         """Convert what a worker has written as the result of :meth:`facts` to a choice without ``sources``.
         Raises ``ValueError``, ``TypeError`` or ``KeyError`` if the worker has written something else.
         """
-        numbers = facts["step"], facts["readable"]
-        step, readable = (None if each is None else _whole(each) for each in numbers)
+        numbers = facts["step"], facts["fallback"], facts["readable"]
+        step, fallback, readable = (None if each is None else _whole(each) for each in numbers)
         return Choice(
             step,
+            fallback=fallback,
             readable=readable,
             behind=tuple(map(_whole, facts["behind"])),
             kept_by=tuple(map(_whole, facts["kept_by"])),
@@ -315,6 +320,10 @@ def choose(
     last = last_step(holdings.values(), before)
     steps = sorted({slot.step for holding in found.values() for slot in holding.slots}, reverse=True)
     allowed = [step for step in steps if barred_from is None or step < barred_from]
+    is_common = {
+        step: all(rank in found and found[rank].slot_of(step) is not None for rank in range(world))
+        for step in allowed
+    }
     best: Choice | None = None
     why_not = ""
     for step in allowed:
@@ -339,6 +348,7 @@ def choose(
             lost=max(0, (step if last is None else last[1]) - step),
             why_copied=max(slot.why_copied for slot in kept.values()),
             is_replicated=are_equal,
+            fallback=next((each for each in allowed if each < step and is_common[each]), None),
         )
         if not behind:
             break

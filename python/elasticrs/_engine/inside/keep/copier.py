@@ -205,7 +205,7 @@ class Copier:
         about to stop this process, and the training waits while a periodic copy reads the tensors.
         """
         self._older: int | None = None
-        """Step of the copy of :meth:`protect_older_than`."""
+        """Step of the copy of :meth:`protect`."""
         self._is_young_until = 0
         self._sequence = max(slot.sequence for slot in file.slots)
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC)
@@ -519,23 +519,18 @@ class Copier:
             self.go_blind(f"{trees.spell(path)} also changes outside the steps of its optimizer")
         return path is not None
 
-    def protect_older_than(self, restored: int) -> None:
-        """Do not overwrite the newest copy of a step before ``restored`` in the next :data:`NEAR` steps, if
-        that is possible. If the restored state makes the training fail again, all ranks go on from that older
-        copy. So take a step that all ranks have. None of them copies its state before all have restored it.
+    def protect(self, older: int | None, restored: int) -> None:
+        """Do not overwrite the copy of step ``older`` in the next :data:`NEAR` steps after ``restored``, if
+        that is possible. If the restored state makes the training fail again, all ranks go back to ``older``.
         """
-        steps = self._ranks.common_steps()
-        if steps is None:
-            steps = {step for slot in self._file.slots if (step := slot.complete_step) is not None}
-        self._older = max((step for step in steps if step < restored), default=None)
-        self._is_young_until = restored + NEAR
+        self._older, self._is_young_until = older, restored + NEAR
 
     def _free_slot(self, step: int, *, is_at_death: bool) -> int | None:
         """Return the slot of this rank's file for the next copy, which is of ``step``; ``None`` if both slots
         have to be kept.
 
         The other slots keep a step that all ranks can restore, and if possible the one of
-        :meth:`protect_older_than`. The latter is not done if each rank has only a part of the state: if a
+        :meth:`protect`. The latter is not done if each rank has only a part of the state: if a
         rank died during its copy, all would then have to go back that far.
         """
         slots = self._file.slots

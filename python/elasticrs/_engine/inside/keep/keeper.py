@@ -293,9 +293,10 @@ class Keeper:
         rank, attempt = int(os.environ["RANK"]), self._plan["attempt"]
         self._file.join(rank, self._world, attempt, mode)
         self._collector, self._values = Collector(objects, values), values
-        # Ranks of other nodes have files that this process cannot read.
-        places = None if nodes.is_job_of_several_nodes() else plan["files"]
-        self._schedule = Schedule(self._file.words, places, rank, every, mode)
+        has_other_nodes = nodes.is_job_of_several_nodes()
+        self._schedule = Schedule(
+            self._file.words, plan["files"], rank, every, mode, has_other_nodes=has_other_nodes
+        )
         facts = {Slot.RANK: rank, Slot.WORLD: self._world, Slot.ATTEMPT: attempt}
         notices = os.environ.get("ELASTICRS_NOTICES", "")
         memory, grace = self._plan["memory"], self._plan["grace"]
@@ -511,6 +512,7 @@ class Keeper:
         """Note that this rank has restored ``step``. From now on, other ranks may overwrite older copies."""
         self._file.ring.drop_after(step)
         self._begin_at(step, has_restored=True)
+        self._copier.protect(self._plan.get("fallback"), step)
         # The agent says no line of its own about this step after this.
         self._file.words[Head.RESTORED] = step + 1
 
@@ -529,8 +531,6 @@ class Keeper:
             if has_restored:
                 self._file.ring.put(step, True, small, place=layout.RESTORED)
         self._at, self._versions = step, self._collector.versions()
-        if has_restored:
-            self._copier.protect_older_than(step)
 
     @_guarded
     def before_change(self) -> None:

@@ -481,7 +481,9 @@ def _add_copy(
         return
     taker = 0 if choice["replicated"] else local_rank
     if taker == local_rank:
-        taken = take_copy(offer_of(store.get(f"offer/{node}/{local}")), f"{slot}", file, int(plan["memory"]))
+        offer, memory = offer_of(store.get(f"offer/{node}/{local}")), int(plan["memory"])
+        kept = [at for at, each in enumerate(file.slots) if each.complete_step == (choice["fallback"] or -1)]
+        taken = take_copy(offer, f"{slot}", file, memory, kept=kept)
         say(f"step {choice['step']} is downloaded from node {node}")
         store.set(f"taken/{group_rank}/{taker}", [taken, file.slots[taken].sequence])
     slot, sequence = store.get(f"taken/{group_rank}/{taker}")

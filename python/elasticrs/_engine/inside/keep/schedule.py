@@ -251,16 +251,25 @@ class Schedule:
 
     Args:
         words: the numbers at the start of the file in memory in which this rank keeps copies of its state.
-        places: for each rank, the place of its file; ``None`` if some ranks are on other nodes.
+        places: the places of the files of this node's ranks.
         rank: this rank.
         every: number of steps from one periodic copy to the next, as for :class:`.Keeper`.
         mode: a code of :class:`.Mode`: whether all ranks have the same state.
+        has_other_nodes: true if the job may have several nodes. This rank cannot read the other nodes' files.
     """
 
     def __init__(
-        self, words: memoryview, places: Sequence[str] | None, rank: int, every: int | None, mode: int
+        self,
+        words: memoryview,
+        places: Sequence[str],
+        rank: int,
+        every: int | None,
+        mode: int,
+        *,
+        has_other_nodes: bool = False,
     ) -> None:
-        self._words, self._places, self._rank = words, places or (), rank
+        self._words, self._places, self._rank = words, places, rank
+        self._has_other_nodes = has_other_nodes
         self._every, self._mode = every, mode
         self._peers: list[KeepFile] | None = None
         self.generations: Generations | None = None
@@ -415,11 +424,6 @@ class Schedule:
         for number, word in enumerate(twins or (0, 0, 0)):
             self._words[Head.TWINS + number] = word
 
-    def common_steps(self) -> set[int] | None:
-        """Return the steps of which each rank has a copy; ``None`` if their files cannot be read."""
-        held = self._held()
-        return set.intersection(*(each.steps for each in held)) if held else None
-
     def can_spare(self, step: int) -> bool | None:
         """Return true if this rank may overwrite its copy of ``step`` (see :func:`can_spare`), which it must
         have given up already. Return ``None`` if the files of the ranks cannot be read.
@@ -432,7 +436,8 @@ class Schedule:
         same state, leave out those that make no copies any more. Otherwise, all ranks would some day go back
         to the last step that those have copied.
         """
-        self._others()
+        if not self._others():
+            return []
         files, is_replicated = self._peers or (), self.is_replicated()
         try:
             return [
@@ -448,11 +453,11 @@ class Schedule:
         return max((each[Head.ENDED] for each in self._others()), default=0) - 1
 
     def do_starts_differ(self) -> bool:
-        """Return true if another rank has not restored the same step as this rank, or has not done so yet.
-        Ignore ranks that do not use ``Keep`` yet if this rank has restored nothing.
+        """Return true if another rank of this node has not restored the same step as this rank, or has not
+        done so yet. Ignore ranks that do not use ``Keep`` yet if this rank has restored nothing.
         """
         own = self._words[Head.RESTORED]
-        return any((own or each[Head.PID]) and each[Head.RESTORED] != own for each in self._others())
+        return any((own or each[Head.PID]) and each[Head.RESTORED] != own for each in self._neighbours())
 
     def has_another_restored(self, limit: float) -> bool:
         """Wait until another rank of this node has restored a step, or all of them have failed to do so, but
@@ -485,6 +490,10 @@ class Schedule:
 
     def _others(self) -> list[memoryview]:
         """Return the heads (with the progress) of the files of all ranks; nothing if they cannot be read."""
+        return [] if self._has_other_nodes else self._neighbours()
+
+    def _neighbours(self) -> list[memoryview]:
+        """Return the heads of the files of this node's ranks; nothing if they cannot be read."""
         if self._peers is None:
             try:
                 self._peers = [KeepFile(place) for place in self._places]
