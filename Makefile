@@ -215,8 +215,8 @@ wheel: ## sdist, wheel and `pip install .` of a clone, each launched in an empty
 release: ## sdist and wheels for x86-64 and arm64 with glibc 2.17, checked, with their checksums (needs no `make setup`)
 	@$(or $(PYTHON),python3) -m tools.release $(if $(TAG),--tag '$(TAG)')
 
-bump: ## set the version of the next release, and give the changelog its section: VERSION=1.2.3
-	@$(or $(PYTHON),python3) tools/bump.py '$(VERSION)'
+bump: ## set the version of the next release, and give the changelog its section: VERSION=1.2.3 [REPOSITORY=https://…]
+	@$(or $(PYTHON),python3) tools/bump.py '$(VERSION)' $(if $(REPOSITORY),--repository '$(REPOSITORY)')
 
 try-release: ## check the files of a release in dist/, and launch jobs from the wheels for this architecture; ALL=1: from all
 	@$(or $(PYTHON),python3) -m tools.release --only check $(if $(ALL),--all)

@@ -1,10 +1,11 @@
-"""Set the version of the next release: ``make bump VERSION=1.2.3``.
+"""Set the version of the next release: ``make bump VERSION=1.2.3 [REPOSITORY=https://…]``.
 
 Writes the version into ``Cargo.toml``, ``Cargo.lock`` and ``elasticrs.__version__``, and into the declaration
 and the description of each option that is new in it. Also gives the changelog a section for the version, with
-the text that stood under "Unreleased".
+the text that stood under "Unreleased". Writes the public address of the repository into ``pyproject.toml``.
 """
 
+import argparse
 import re
 import sys
 from collections.abc import Callable, Mapping
@@ -52,6 +53,16 @@ FILES: Mapping[str, Change] = {
 }
 
 
+def with_address(manifest: str, repository: str) -> str:
+    """Return the text of ``pyproject.toml`` with the address of the repository."""
+    return re.sub(
+        r'^(?:# )?\[project\.urls\]\n(?:# )?Repository = ".*"$',
+        f'[project.urls]\nRepository = "{repository}"',
+        manifest,
+        flags=re.MULTILINE,
+    )
+
+
 def bumped(root: Path, version: str, date: str) -> dict[str, str]:
     """Return the new texts of all files that contain the version, by the paths of the files.
 
@@ -64,12 +75,25 @@ def bumped(root: Path, version: str, date: str) -> dict[str, str]:
 
 
 def main() -> None:
-    """Write the version that the command line names into the files."""
-    version = sys.argv[-1]
-    if len(sys.argv) != 2 or not re.fullmatch(r"\d+\.\d+\.\d+((a|b|rc)\d+)?", version):
+    """Write the version and the address that the command line names into the files."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("version", help="such as 1.2.3")
+    parser.add_argument(
+        "--repository", help="public address of the repository, such as https://example.org/elasticrs"
+    )
+    arguments = parser.parse_args()
+    version, repository = arguments.version, arguments.repository
+    if not re.fullmatch(r"\d+\.\d+\.\d+((a|b|rc)\d+)?", version):
         sys.exit("bump: name the version, such as 1.2.3: make bump VERSION=1.2.3")
+    if repository and not re.fullmatch(r"https://[\w.-]+(/[\w.-]+)+", repository):
+        sys.exit(f"bump: {repository!r} is not the https address of a repository, without a slash at its end")
     for name, text in bumped(ROOT, version, f"{datetime.now(timezone.utc):%Y-%m-%d}").items():
         (ROOT / name).write_text(text, encoding="utf-8")
+    if repository:
+        manifest = ROOT / "pyproject.toml"
+        manifest.write_text(with_address(manifest.read_text("utf-8"), repository), "utf-8")
     print(f"bump: the version is {version}; read the section in CHANGELOG.md, and commit")
 
 

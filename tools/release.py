@@ -191,6 +191,8 @@ def main() -> None:
                 build(install(scratch / "tools", *tools))
             except linked.MissingLicenceError as error:
                 sys.exit(f"release: {error}")
+            if "\n[project.urls]\n" not in (wheel.ROOT / "pyproject.toml").read_text("utf-8"):
+                print("release: the files have no address of the repository; make bump REPOSITORY=… sets it")
         if arguments.only != "build":
             check(scratch, arguments.all)
 

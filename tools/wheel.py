@@ -77,9 +77,38 @@ def requirement() -> str:
     return str(found)
 
 
+def tracked_files(folder: str = ".") -> list[str]:
+    """Return the paths of the files in ``folder`` that git tracks, relative to the project."""
+    command = ("git", "ls-files", "-z", folder)
+    listed = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    return [name for name in listed.split("\0") if name]
+
+
+def with_public_links(readme: str, manifest: str) -> str:
+    """Return a README whose links to files are links to the repository's public address, which the text of
+    ``pyproject.toml`` has. Without an address, the README is returned as it is.
+    """
+    address = re.search(r'^Repository = "(.*)"$', manifest, re.MULTILINE)
+    if address is None:
+        return readme
+    linked = re.sub(r"\]\((?!https?:|#)", f"]({address[1]}/blob/HEAD/", readme)
+    return re.sub(r'(src|srcset)="(?!https?:)', rf'\1="{address[1]}/raw/HEAD/', linked)
+
+
 def unpacked_sdist(maturin: Path, folder: Path, variables: Mapping[str, str] | None = None) -> Path:
-    """Build the sdist into ``dist/``, unpack it into ``folder``, and return the folder with the sources."""
-    run(maturin, "sdist", "--out", DIST, variables=variables)
+    """Build the sdist into ``dist/``, unpack it into ``folder``, and return the folder with the sources.
+
+    If the repository has a public address, the links of the README in the sdist lead there.
+    """
+    with tempfile.TemporaryDirectory() as name:
+        copy = Path(name, "sources")
+        for tracked in tracked_files():
+            (copy / tracked).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / tracked, copy / tracked, follow_symlinks=False)
+        readme = copy / "README.md"
+        manifest = (copy / "pyproject.toml").read_text("utf-8")
+        readme.write_text(with_public_links(readme.read_text("utf-8"), manifest), "utf-8")
+        run(maturin, "sdist", "--out", DIST, cwd=copy, variables=variables)
     (sdist,) = DIST.glob("*.tar.gz")
     with tarfile.open(sdist) as archive:
         if sys.version_info >= (3, 12):
@@ -112,10 +141,7 @@ def check_files(wheel: Path) -> None:
     """Exit if the wheel lacks files of the project, or contains files other than these and its metadata."""
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
-    ours = subprocess.run(
-        ("git", "ls-files", "-z", "python"), cwd=ROOT, check=True, capture_output=True, text=True
-    ).stdout
-    wanted = {name.removeprefix("python/") for name in ours.split("\0") if name} | {extension(wheel)}
+    wanted = {name.removeprefix("python/") for name in tracked_files("python")} | {extension(wheel)}
     if stray := [name for name in names if name not in wanted and ".dist-info/" not in name]:
         sys.exit(f"wheel: {wheel.name} holds files that do not belong there: {', '.join(stray)}")
     if missing := sorted(wanted.difference(names)):

@@ -3,7 +3,8 @@
 import re
 from pathlib import Path
 
-from tools.bump import FILES, bumped
+from tools.bump import FILES, bumped, with_address
+from tools.wheel import with_public_links
 
 from elasticrs._engine.job.options import SECTIONS
 
@@ -52,3 +53,21 @@ def test_a_bump_sets_the_first_version_of_new_options(tmp_path):
 def test_a_new_option_is_not_one_of_the_first_release():
     options = [option for group in SECTIONS.values() for option in group]
     assert sum(not option.since for option in options) == 67
+
+
+def test_a_bump_sets_the_address_of_the_repository():
+    manifest = (ROOT / "pyproject.toml").read_text("utf-8")
+    readme = (ROOT / "README.md").read_text("utf-8")
+    for address in ("https://example.org/first/elasticrs", "https://example.org/moved"):
+        manifest = with_address(manifest, address)
+        assert f'\n[project.urls]\nRepository = "{address}"\n\n' in manifest
+        assert manifest.count("[project.urls]") == 1
+        linked = with_public_links(readme, manifest)
+        targets = re.findall(r'\]\(([^)#]+)|(?:src|srcset)="([^"]+)', linked)
+        assert len(targets) > 40
+        assert {target.startswith(f"{address}/") for pair in targets for target in pair if target} == {True}
+        assert linked.replace(f"{address}/blob/HEAD/", "").replace(f"{address}/raw/HEAD/", "") == readme
+
+
+def test_without_an_address_the_readme_of_a_release_is_that_of_the_tree():
+    assert with_public_links("[a](docs/a.md)", '# Repository = "https://example.org/a"') == "[a](docs/a.md)"
