@@ -10,6 +10,14 @@ from elasticrs._engine.inside.keep.layout import Answer, Head, Slot, Why
 pytestmark = pytest.mark.torch
 
 
+def find_changed_tensor(agent, name):
+    """Let the worker answer the notice of a failure. Its copy finds a tensor that has changed."""
+    agent.send(name)
+    assert [agent.notice(), agent.notice()] == [["keep", "left"], ["keep", "answered"]]
+    with closing(agent.file()) as file:
+        assert file.words[Head.ANSWER] == Answer.TENSOR_CHANGED
+
+
 def test_large_buffer_that_forward_changes_turns_copies_at_death_off(agent):
     agent.begin()
     queue = """
@@ -20,10 +28,7 @@ net.forward = lambda x, plain=net.forward: (net.queue.add_(1), plain(x))[1]
         worker.run("train(1); train(2)")
         name = agent.joined()
         worker.run("forward()")
-        agent.send(name)
-        assert [agent.notice(), agent.notice()] == [["keep", "left"], ["keep", "answered"]]
-        with closing(agent.file()) as file:
-            assert file.words[Head.ANSWER] == Answer.TENSOR_CHANGED
+        find_changed_tensor(agent, name)
         worker.run("train(3)")
         code, said = worker.end()
     assert code == 0
@@ -52,9 +57,7 @@ def test_memory_that_the_program_frees_during_a_copy_ends_neither_the_program_no
         worker.run("train(1); train(2)")
         name = agent.joined()
         worker.run(f"copier.copy_and_sum = lambda *lists: ({FREED[how]}, real(*lists))[-1]")
-        agent.send(name)
-        assert [agent.notice(), agent.notice()] == [["keep", "left"], ["keep", "answered"]]
-        assert agent.file().words[Head.ANSWER] == Answer.TENSOR_CHANGED
+        find_changed_tensor(agent, name)
         worker.run("copier.copy_and_sum = real; keep.before_change()")
         worker.run("net.queue.untyped_storage().resize_(40_000_000); net.queue.resize_(10_000_000)")
         worker.run("train(3)")
