@@ -10,6 +10,7 @@ import socket
 from functools import partial
 from pathlib import Path
 from textwrap import dedent, indent
+from types import SimpleNamespace
 
 import pytest
 from helpers import ports, procs
@@ -20,6 +21,10 @@ from helpers.nodes import meeting
 from helpers.procs import wait_until
 from helpers.said import says
 from helpers.schema import schemas
+
+from elasticrs._engine.hangs.late import Look
+from elasticrs._engine.job.config import JobSpec
+from elasticrs._engine.supervise.observe import job_health
 
 (STATUS,) = schemas("metrics.md")
 
@@ -492,3 +497,43 @@ def test_no_health_server_thread_runs_unless_requested(launch, worker_script):
     assert "elasticrs-healt" not in threads
     os.kill(int(line[1]), signal.SIGUSR1)
     assert job.wait() == 0
+
+
+class Native:
+    """Counts how often the status is published."""
+
+    fd, viewers, published = 7, 0, 0
+
+    def publish(self, *_):
+        self.published += 1
+
+    def take_notices(self):
+        return ()
+
+    def __getattr__(self, name):
+        return lambda *_args, **_more: None
+
+
+def test_a_look_makes_the_status_stale_once_and_once_more_when_it_is_old(monkeypatch):
+    clock = [100.0]
+    monkeypatch.setattr(job_health.time, "monotonic", lambda: clock[0])
+    native = Native()
+    server = SimpleNamespace(open=lambda: native, answer=lambda: None)
+    health = job_health.HealthObserver(JobSpec(1, "job"), server, print)
+    monkeypatch.setattr(health, "_status", dict)
+    attempt = SimpleNamespace(look=None, running=dict, shown_ranks=dict, keep_files=None)
+    health._attempt, health._shown_budget = attempt, health._budget()
+
+    def publications():
+        before = native.published
+        for _ in range(3):
+            health.fd_ready(native.fd)
+        return native.published - before
+
+    assert publications() == 0
+    attempt.look = Look(clock[0], {}, {})
+    assert publications() == 1
+    clock[0] += job_health.LOOK_AGE + 1
+    assert publications() == 1
+    attempt.look = Look(clock[0], {}, {})
+    assert publications() == 1

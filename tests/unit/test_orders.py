@@ -213,6 +213,25 @@ def test_an_agent_without_workers_tells_the_others_that_it_has_none():
     assert [(each["code"], each["workers"]) for each in job.answers] == [(DONE, [])]
 
 
+def test_all_that_ask_during_a_search_for_late_ranks_get_its_result(monkeypatch):
+    job, begun, found, done = Job(), SimpleQueue(), SimpleQueue(), SimpleQueue()
+    job.decisions.calls = None
+
+    def look(_attempt, _seconds):
+        begun.put(None)
+        return found.get(timeout=HANG)
+
+    monkeypatch.setattr(hang_diagnosis, "look_for_late", look)
+    for _ in range(3):
+        job.orders.ask_others(lambda: done.put(job.tracker.attempt.look))
+    begun.get(timeout=HANG)
+    job.orders.ask_others(lambda: done.put(job.tracker.attempt.look))
+    found.put("found")
+    assert [done.get(timeout=HANG) for _ in range(4)] == ["found"] * 4
+    job.orders.ask_others(lambda: done.put("at once"))
+    assert done.get_nowait() == "at once"
+
+
 def test_late_ranks_are_looked_for_at_most_every_ten_seconds_and_once_more_in_another_attempt(monkeypatch):
     job, looks, done = Job(), SimpleQueue(), SimpleQueue()
     clock = [100.0]

@@ -67,8 +67,10 @@ class FileAccess:
             raise errors[0]
         return found[0]
 
-    def begin(self, act: Callable[[], object]) -> None:
-        """Start ``act``, which must not raise. Do nothing if an earlier function still runs or hangs."""
+    def begin(self, act: Callable[[], object]) -> bool:
+        """Start ``act``, which must not raise. Do nothing and return false if an earlier function still runs
+        or hangs, or if no thread can be started.
+        """
 
         def work() -> None:
             try:
@@ -76,8 +78,7 @@ class FileAccess:
             finally:
                 self._free.release()
 
-        if self._free.acquire(blocking=False):
-            self._start(work)
+        return self._free.acquire(blocking=False) and self._start(work)
 
     def _start(self, work: Callable[[], None]) -> bool:
         try:

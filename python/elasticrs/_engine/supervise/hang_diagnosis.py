@@ -111,11 +111,11 @@ def _unexplained(attempt: Attempt, diagnosis: Diagnosis) -> set[int]:
     itself if its exit code is not 0, and the supervisor has sent it no signal.
     """
 
-    def is_slow(local_rank: int) -> bool:
+    def may_have_failed(local_rank: int) -> bool:
         exited = attempt.exits.get(local_rank)
-        return exited is not None and (exited.exitcode == 0 or exited.sent_signal is not None)
+        return exited is None or (exited.exitcode != 0 and exited.sent_signal is None)
 
-    ranks = {rank for local_rank, rank in attempt.global_ranks().items() if not is_slow(local_rank)}
+    ranks = {rank for local_rank, rank in attempt.global_ranks().items() if may_have_failed(local_rank)}
     return {rank for rank, why in diagnosis.no_record.items() if why is NoRecord.LATE} & ranks
 
 

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from typing import Any
 
     from elasticrs import _core
+    from elasticrs._engine.hangs.late import Look
     from elasticrs._engine.job.config import JobSpec
     from elasticrs._engine.supervise.attempt import Attempt, JobResult
     from elasticrs._engine.supervise.observe.health_check_server import HealthCheckServer
@@ -81,6 +82,7 @@ class HealthObserver(Observer):
         self._standings: dict[int, Standing] = {}
         self._is_uncharged = False
         self._is_stale = self._is_hang_counted = False
+        self._shown_look: Look | None = None
         self._supervisor: _core.Supervisor | None = None
         self._no_progress: dict[str, Any] | None = None
         self._asked_ns: int | None = None
@@ -142,7 +144,7 @@ class HealthObserver(Observer):
         # Publish the status again: failures of other nodes and time without progress cause no event here.
         changes = self._result is not None and (self._result.is_ending() or self._result.waits_for())
         self._is_stale |= self._job.is_multi_node or bool(changes) or self._no_progress is not None
-        self._is_stale |= attempt is not None and attempt.look is not None
+        self._is_stale |= self._shown_look is not _recent_look(attempt)
         if attempt is not None and (attempt.shown_ranks(), self._budget()) != (
             self._ranks,
             self._shown_budget,
@@ -337,7 +339,7 @@ class HealthObserver(Observer):
         self._publish()
 
     def _publish(self, workers: list[tuple[int, int, int]] | None = None) -> None:
-        self._is_stale = False
+        self._is_stale, self._shown_look = False, _recent_look(self._attempt)
         # JSON cannot have the surrogates by which Python represents a path that is not valid UTF-8.
         status = json.dumps(self._status(), ensure_ascii=False).encode(errors="replace").decode()
         self._native.publish(self._state, status, workers)
@@ -446,10 +448,15 @@ def workers_of(attempt: Attempt, progress: Mapping[int, dict[str, Any]]) -> list
     return shown
 
 
+def _recent_look(attempt: Attempt | None) -> Look | None:
+    look = None if attempt is None else attempt.look
+    return None if look is None or time.monotonic() - look.at > LOOK_AGE else look
+
+
 def late_of(attempt: Attempt | None, local_rank: int) -> dict[str, Any]:
     """Return what a recent search for late workers has found about a worker."""
-    look = None if attempt is None else attempt.look
-    if look is None or time.monotonic() - look.at > LOOK_AGE:
+    look = _recent_look(attempt)
+    if look is None:
         return {"late": None, "has_recorder": None}
     late = look.late.get(local_rank)
     recorder = look.recorders.get(local_rank)

@@ -7,6 +7,7 @@ each a JSON object. The last one has the exit code for ``elasticctl`` (``code``)
 
 from __future__ import annotations
 
+import _thread
 import json
 import os
 import signal
@@ -137,6 +138,9 @@ class Orders:
         self._known = _Known(0, float("-inf"), [])
         self._waiting: list[Callable[[], None]] | None = None
         self._looked: tuple[Attempt | None, float] = None, float("-inf")
+        # Calls to make after the search for late ranks that runs now; `None` if none runs.
+        self._after_look: list[Callable[[], None]] | None = None
+        self._look_lock = _thread.allocate_lock()
         self._actions: dict[str, Action] = {
             "stop": self._stop,
             "restart": self._restart,
@@ -319,14 +323,18 @@ class Orders:
 
     def _look(self, take: Callable[[], None]) -> None:
         """Look for late ranks of this node on another thread, unless that was done within the last ten
-        seconds. Then call ``take``.
+        seconds. Then call ``take``. If such a search runs already, call ``take`` after it.
         """
         attempt, now = self._tracker.attempt, time.monotonic()
+        with self._look_lock:
+            if self._after_look is not None:
+                self._after_look.append(take)
+                return
         is_due = self._looked[0] is not attempt or now - self._looked[1] >= LOOK_PERIOD
         if attempt is None or not attempt.running() or not is_due:
             take()
             return
-        self._looked = attempt, now
+        self._looked, self._after_look = (attempt, now), [take]
 
         def look() -> None:
             from elasticrs._engine.supervise.hang_diagnosis import look_for_late
@@ -334,9 +342,16 @@ class Orders:
             try:
                 attempt.look = look_for_late(attempt, LOOK_LIMIT)
             finally:
-                take()
+                self._look_has_ended()
 
-        FileAccess().begin(look)
+        if not FileAccess().begin(look):
+            self._look_has_ended()
+
+    def _look_has_ended(self) -> None:
+        with self._look_lock:
+            waiting, self._after_look = self._after_look, None
+        for take in waiting or ():
+            take()
 
     def _tell_others(self, _order: dict[str, Any], answer: Answer) -> None:
         from elasticrs._engine.supervise.observe.job_health import late_of
