@@ -91,7 +91,7 @@ class KeptTraining:
             starts = {each.step for each in self.logged("restored", attempt=attempt)}
             if attempt and len(self.logged("restored", attempt=attempt)) == self.ranks:
                 assert len(starts) == 1, f"the ranks of attempt {attempt} go on from {starts}"
-                costs[attempt] = max(0, furthest - starts.pop())
-                furthest = 0
+                start = starts.pop()
+                costs[attempt], furthest = max(0, furthest - start), start
             furthest = max([furthest, *(each.step for each in self.logged("ended", attempt=attempt))])
         return costs
