@@ -15,7 +15,7 @@ from elasticrs._engine.job.config import JobSpec
 from elasticrs._engine.supervise import state_machine as machine
 from elasticrs._engine.supervise.attempt import Attempt, phases
 from elasticrs._engine.supervise.failed_attempt import Place, evidence, facts, first_word, own_cause
-from elasticrs._engine.supervise.observe import job_report
+from elasticrs._engine.supervise.observe import job_report, recorder
 from elasticrs._engine.supervise.observe.job_report import all_failures, headline_of
 from elasticrs._engine.supervise.observe.recorder import EventRecorder, MetricRecorder
 from elasticrs._engine.supervise.run import tracker
@@ -80,7 +80,7 @@ class Said(list):
 class Played:
     """A tracker that receives events. Ignores events that the core could not report in the current state."""
 
-    def __init__(self, *, replaces):
+    def __init__(self, *, replaces, late_ns=0):
         self.job = JobSpec(N, "job", on_failure="replace" if replaces else "restart")
         said = Said()
         observers = [EventRecorder(self.job), MetricRecorder(self.job)]
@@ -90,7 +90,7 @@ class Played:
         plan = Plan(assign([NodeShare("default", N)], 0), "a", 1)
         self.attempt = self.tracker.begin(machine.Start(1, 0), plan)
         self.tracker.observers.prepared(self.attempt)
-        self._tell(_core.GroupStarted, pids=[11, 12, 13], started_ns=time.monotonic_ns())
+        self._tell(_core.GroupStarted, pids=[11, 12, 13], started_ns=time.monotonic_ns() - late_ns)
         self.has_failed = set()
 
     def _tell(self, kind, **known):
@@ -183,6 +183,15 @@ def test_the_files_decide_about_a_rank_that_left_if_no_exception_of_the_first_fa
     monkeypatch.setattr(tracker, "reports_lost_peer", lambda _: is_lost_peer)
     played.end()
     assert (() if played.attempt.blame is None else played.attempt.blame.ranks) == blamed
+
+
+def test_events_of_workers_have_the_time_of_the_start_even_if_they_are_recorded_late(monkeypatch):
+    recorded = []
+    monkeypatch.setattr(recorder.events, "record", lambda event, _: recorded.append(event))
+    Played(replaces=False, late_ns=10**9)
+    ages = [time.time() - event.timestamp / 1000 for event in recorded if event.name.endswith(".START")]
+    assert len(ages) == N
+    assert min(ages) >= 1
 
 
 @pytest.mark.parametrize("replaces", [True, False])

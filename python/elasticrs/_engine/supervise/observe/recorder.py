@@ -88,8 +88,10 @@ class EventRecorder(_Recorder):
 
     def running(self, result: JobResult) -> None:
         attempt = result.attempts[-1]
+        # These workers may have failed already, so record when they started.
+        started_ns = _wall_ns(attempt.stamps["started"])
         for ranks in attempt.plan.ranks:
-            self._record_worker("START", attempt, ranks)
+            self._record_worker("START", attempt, ranks, at_ns=started_ns)
         if attempt.phases or attempt.warm is not None:
             about: dict[str, object] = {
                 "warm": attempt.warm,
@@ -104,7 +106,8 @@ class EventRecorder(_Recorder):
         (local_rank,) = failed.exits
         self._record_ends(failed, at_ns=_wall_ns(failed.failed_ns), only=local_rank)
         self._restarts = attempt.restarts
-        self._record_worker("START", attempt, attempt.plan.ranks[local_rank])
+        started_ns = _wall_ns(failed.stamps["started"])
+        self._record_worker("START", attempt, attempt.plan.ranks[local_rank], at_ns=started_ns)
 
     def over(self, attempt: Attempt, outcome: str) -> None:
         """Remember a failed attempt. :meth:`started` records it, so that the restart is not delayed."""
@@ -336,7 +339,14 @@ class WatchdogRecorder(EventRecorder):
 
 
 def _wall_ns(at_ns: int) -> int:
-    return at_ns + time.time_ns() - time.monotonic_ns()
+    """Convert monotonic time to wall-clock time. If this process is interrupted between the readings of the
+    two clocks, read them again, at most ten times.
+    """
+    for _ in range(10):
+        before_ns, wall_ns, after_ns = time.monotonic_ns(), time.time_ns(), time.monotonic_ns()
+        if after_ns - before_ns < 100_000:
+            break
+    return at_ns + wall_ns - before_ns
 
 
 def _milliseconds(at_ns: int | None = None) -> int:
