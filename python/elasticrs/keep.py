@@ -198,7 +198,7 @@ class Keep:
         return None if self._keeper is None else self._keeper.reader()
 
     def step(self, step: int) -> None:
-        """Note that a training step has ended. Call this in each step, after the last change of the state.
+        """Record that a training step has ended. Call this in each step, after the last change of the state.
 
         Args:
             step: number of training steps that have ended, as an integer (also of NumPy, or a tensor with one
@@ -217,8 +217,8 @@ class Keep:
             self._keeper.step(step)
 
     def before_change(self) -> None:
-        """Note that the program is about to change the state. Call this only if the change is not made by an
-        optimizer of torch, or if the optimizer's step is compiled or part of a CUDA graph.
+        """Record that the program is about to change the state. Call this only if the change is not made by
+        an optimizer of torch, or if the optimizer's step is compiled or part of a CUDA graph.
         """
         if self._keeper is not None:
             self._keeper.before_change()

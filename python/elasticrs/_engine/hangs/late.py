@@ -101,14 +101,14 @@ def _parsed(rows: Sequence[Any], members: Mapping[str, Sequence[int]]) -> Arriva
             number(seq), Call(NAMES.get(operation, operation), number(at_ns))
         )
         if backend == "gloo":
-            # gloo records no sends and receives, but counts them in the numbers of operations.
+            # gloo does not record sends or receives, but includes them in its operation counts.
             transfers.setdefault(group, set()).add(number(op_id) - seq)
     has_transfers |= any(len(numbers) > 1 for numbers in transfers.values())
     unused: list[str] = []
     if transfers.keys() == calls.keys():
         # gloo does not record sends and receives. So if all recorded calls used gloo, assume that a group
-        # without recorded calls is used for sends and receives. The default group may simply be unused,
-        # because it always exists.
+        # without recorded calls is used for sends and receives. Exempt the default group: it always exists,
+        # so it may simply be unused.
         called = {name for _, name, _ in calls}
         unused = [name for name, ranks in members.items() if len(ranks) > 1 and name not in called]
     default = next(iter(members), "")

@@ -43,9 +43,9 @@ NOT_STARTED = "the workers could not be started"
 
 
 def folded(text: str, start: str, width: int) -> list[str]:
-    """Return ``start`` and ``text`` as lines that fit on a terminal with ``width`` columns (0: unknown), and
-    have at most :data:`COLUMNS`. Break them after a semicolon if there is one in the second half of a line,
-    otherwise at a space. A longer word, such as a path, has a line of its own.
+    """Return ``start`` and ``text``, broken into lines of at most ``width`` columns (0: unknown), and never
+    more than :data:`COLUMNS`. Break a line after a semicolon if there is one in its second half, otherwise at
+    a space. A word that is too long for a line, such as a path, gets a line of its own.
     """
     most = min(width or COLUMNS, COLUMNS)
     lines: list[str] = []
@@ -119,7 +119,7 @@ def counted(number: int, noun: str) -> str:
 
 
 def restart_line(cause: str, restart: str, delay: float = 0.0) -> str:
-    """Return the line about a restart in ``delay`` seconds."""
+    """Return the line that announces a restart after ``delay`` seconds."""
     soon = f" in {duration(delay)}" if delay else ""
     return f"{cause}; restarting{soon} (restart {restart})"
 
@@ -232,7 +232,9 @@ def stop_line(
 
 
 def relayed(signum: int, after: float, limit: float) -> str:
-    """Report that a signal that came ``after`` seconds after the first one counts as the same request."""
+    """Report that a signal is taken for the same request as the first one, because it came only ``after``
+    seconds later.
+    """
     return (
         f"{signal_name(signum)} again after {after:.1f} s counts as the first one, passed on by a wrapper;"
         f" after {limit:g} s it kills"

@@ -132,7 +132,7 @@ class Pauses:
         self._due = now() + seconds
 
     def look(self) -> None:
-        """Note a pause of this agent if the loop's last wait ended much later than it should have. The loop
+        """Record a pause of this agent if the loop's last wait ended much later than it should have. The loop
         calls this after each wait.
         """
         late = now() - self._due if self._due else 0.0

@@ -68,8 +68,8 @@ class FileAccess:
         return found[0]
 
     def begin(self, act: Callable[[], object]) -> bool:
-        """Start ``act``, which must not raise. Do nothing and return false if an earlier function still runs
-        or hangs, or if no thread can be started.
+        """Start ``act``, which must not raise, in a thread. Do nothing and return false if a function that
+        was started earlier is still running, or if no thread can be started.
         """
 
         def work() -> None:

@@ -208,7 +208,7 @@ def _request(attempt: Attempt, seconds: float) -> dict[int, str]:
 
 
 def look_for_late(attempt: Attempt, seconds: float) -> Look:
-    """Ask this node's workers when they have called collectives, and find those that are late. Block for at
+    """Ask this node's workers at what times they called collectives, and find the late ones. Block for at
     most ``seconds``, as in :func:`facts_of_running`.
     """
     with _asking:

@@ -140,7 +140,7 @@ class _Target:
 
 
 class _MemoryError(Exception):
-    """A tensor has less memory than its size, or the program has replaced its memory during the copy."""
+    """A tensor is larger than its storage, or the program has replaced the storage during the copy."""
 
     def __init__(self, tensor: torch.Tensor | None) -> None:
         super().__init__()
@@ -244,8 +244,8 @@ class Copier:
             self._awaits_stop = False
 
     def end_step(self, boundary: Boundary, *, is_due: bool, is_check: bool) -> None:
-        """Note that a step has ended with the state ``boundary``, and begin a periodic copy if ``is_due``. By
-        the copy for which ``is_check`` is true, the ranks find out if all have the same state.
+        """Record that a step has ended with the state ``boundary``, and begin a periodic copy if ``is_due``.
+        By the copy for which ``is_check`` is true, the ranks find out if all have the same state.
         """
         self._wait_for_copy()
         if self.is_off:
@@ -323,8 +323,8 @@ class Copier:
             self._notify(b"keep left")
 
     def hand_over_next(self) -> None:
-        """Let the agent's next order be answered only when another node has this rank's copy, or at the end
-        of ``grace``, because a node leaves the job. Call this when all ranks stand at the same step.
+        """Answer the agent's next order only when another node has this rank's copy, or after ``grace``
+        seconds, because a node is leaving the job. Call this when all ranks stand at the same step.
         """
         self._hands_over, self._told_pace = True, ceil(1000 * self._grace / _PACES_OF_LIMIT)
         if self._is_joined:
@@ -485,8 +485,8 @@ class Copier:
         return Answer.KEPT
 
     def _note_failure(self, error: ChildProcessError | _MemoryError, boundary: Boundary) -> int:
-        """Note why a copy has failed. Return the code of :class:`.Answer`. Raise :class:`OffError` if no more
-        copies are to be made.
+        """Record why a copy failed, and return the matching :class:`.Answer` code. Raise :class:`OffError` if
+        no more copies are to be made.
         """
         if isinstance(error, _MemoryError):
             name = "a tensor" if error.tensor is None else trees.spell(boundary.parts.path_of(error.tensor))
@@ -594,7 +594,9 @@ class Copier:
         try:
             for number, slot in enumerate(self._file.slots):
                 if not self._is_copied.is_set():
-                    break  # The training waits for a copy. This method is called again after that copy.
+                    # The training is waiting for a copy. This method is called again when that copy is
+                    # complete.
+                    break
                 if slot.complete_step is None:
                     self._target(number, boundary.parts, boundary.index())
                 elif slot.map is not None and slot.map is not self._touched.get(number):

@@ -141,13 +141,13 @@ class Fit:
             raise RuntimeError("elasticrs: keep: the kept state does not fit the optimizer or the schedule")
 
     def step(self, number: int) -> None:
-        """Note that a step of this fit has ended. ``number`` is the framework's count of steps."""
+        """Record that a step of this fit has ended. ``number`` is the framework's count of steps."""
         _Process.step = self.base + number
         if _Process.keeper is not None:
             _Process.keeper.step(_Process.step)
 
     def end(self) -> None:
-        """Note that the last step of this fit has ended, so that the framework may change the state now."""
+        """Record that the last step of this fit has ended, so that the framework may change the state now."""
         if _Process.keeper is not None:
             _Process.keeper.end_training()
 

@@ -463,9 +463,9 @@ class Keeper:
         return step, tier, is_exact, chosen.behind, bool(kept.why_copied), large["rank"]
 
     def _plan_without_damage(self, plan: Mapping[str, Any], other: int | None) -> Mapping[str, Any]:
-        """Return a new plan for a job with one rank, because the copy of the planned step is damaged. The new
-        plan restores an older copy if there is one. It restores nothing if there is none, or if the program
-        itself has a newer state (of step ``other``, such as a checkpoint).
+        """Return a new plan for a job with one rank whose copy of the planned step is damaged. The new plan
+        restores an older copy, if there is one. It restores nothing if the program has a newer state of its
+        own, such as a checkpoint, at step ``other``.
         """
         global _agreement  # noqa: PLW0603 -- one for each process
         if "holdings" in plan:
@@ -509,7 +509,7 @@ class Keeper:
         return Reader(copies, int(os.environ["RANK"]))
 
     def _go_on_from(self, step: int) -> None:
-        """Note that this rank has restored ``step``. From now on, other ranks may overwrite older copies."""
+        """Record that this rank has restored ``step``. Other ranks may now overwrite older copies."""
         self._file.ring.drop_after(step)
         self._begin_at(step, has_restored=True)
         self._copier.protect(self._plan.get("fallback"), step)
@@ -517,7 +517,7 @@ class Keeper:
         self._file.words[Head.RESTORED] = step + 1
 
     def begin_at(self, step: int) -> None:
-        """Note that the training goes on after ``step``, which the program has read or begun with."""
+        """Record that the training continues from ``step``, which the program has loaded or started at."""
         if self._read == step:
             self._go_on_from(step)
         else:
@@ -534,7 +534,7 @@ class Keeper:
 
     @_guarded
     def before_change(self) -> None:
-        """Note that the program changes its state from now until the end of the step."""
+        """Record that the program changes its state from now until the end of the step."""
         self._has_changed = True
         if self._boundary is None:
             self._file.words[Head.CHANGES] += 1
@@ -567,8 +567,8 @@ class Keeper:
             self._file.ring.put(self._at + self._stride, False, self._collector.small())
 
     def _before_optimizer(self, _optimizer: object, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Note that an optimizer is about to change the state. If its step gets a closure, which computes the
-        loss and gradients, the change begins only when the closure has returned.
+        """Record that an optimizer is about to change the state. If its step gets a closure, which computes
+        the loss and gradients, the change begins only when the closure has returned.
         """
         if torch.compiler.is_compiling():
             # torch's compiler cannot trace the following calls. `_step` notices that the state has changed.
@@ -588,7 +588,7 @@ class Keeper:
         return args, {**kwargs, "closure": wrapped}
 
     def step(self, step: int) -> None:
-        """Note that ``step`` has ended, and have its state copied if a copy is due.
+        """Record that ``step`` has ended, and have its state copied if a copy is due.
 
         Raises:
             RuntimeError: another rank has restored another step than this rank, so the training is wrong.

@@ -172,15 +172,15 @@ class _Fitting:
         self.plain["resume_end"]()
 
     def on_late_batch_end(self) -> None:
-        """Note that a step has ended, after Lightning has called all hooks of the end of a batch. This method
-        replaces one that Lightning calls at that time.
+        """Record that a step has ended, after Lightning has called all hooks of the end of a batch. This
+        method replaces one that Lightning calls at that time.
         """
         self.plain_on_batch_end()
         if self.is_late and self.trainer.training:
             self.end_step()
 
     def end_step(self) -> None:
-        """Note that a training step has ended, if an optimizer has run since the end of the last step."""
+        """Record that a training step has ended, if an optimizer has run since the end of the last step."""
         if self.trainer.global_step != self.global_step:
             self.global_step = self.trainer.global_step
             self.steps += 1

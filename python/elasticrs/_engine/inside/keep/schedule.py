@@ -82,8 +82,8 @@ class Held(NamedTuple):
 
 
 def can_spare(step: int, held: Sequence[Held], *, is_replicated: bool) -> bool:
-    """Return true if a rank may overwrite its copy of ``step``: all ranks can restore another step exactly,
-    whatever happens to their next copies, or they could not restore this one either.
+    """Return true if a rank may overwrite its copy of ``step``. It may if all ranks can restore some other
+    step exactly, whatever happens to their next copies, or if they could not restore ``step`` anyway.
 
     Each rank gives its copy up before it looks. So of two ranks that do this at the same time, at least one
     sees that the other has done so.
@@ -129,7 +129,7 @@ class Generations:
         """Why this rank makes no copies of its state any more; empty as long as it makes copies."""
 
     def announce(self, step: int) -> None:
-        """Note that rank 0 has announced a copy of the state at the end of ``step``. If this rank has ended
+        """Record that rank 0 has announced a copy of the state at the end of ``step``. If this rank has ended
         that step already, note that it has no copy of it.
         """
         with self._changed:
@@ -139,7 +139,7 @@ class Generations:
                 self._finish(step)
 
     def turn_off(self, reason: str) -> None:
-        """Note that this rank makes no copies any more, so that the other ranks do not wait for its next."""
+        """Record that this rank no longer makes copies, so that the other ranks do not wait for its next."""
         with self._changed:
             self.off = reason
             newest = max(self._number, self._announced or 0)
@@ -148,7 +148,7 @@ class Generations:
                 self._finish(newest)
 
     def end_step(self, step: int) -> None:
-        """Note that this rank has ended a step."""
+        """Record that this rank has ended a step."""
         with self._changed:
             self._ended = step
 
@@ -164,15 +164,15 @@ class Generations:
             return True
 
     def begin_copy(self, step: int, number: int) -> None:
-        """Note that this rank is about to copy its state at the end of ``step``. ``number`` is the number of
-        the generation (the copies of all ranks of one step), and is larger than that of any earlier one.
+        """Record that this rank is about to copy its state at the end of ``step``. ``number`` is the number
+        of the generation (the copies of all ranks of one step), and is larger than that of any earlier one.
         """
         with self._changed:
             self._copied, self._number = step, number
 
     def begin_last(self, step: int, limit: float) -> None:
-        """Begin a generation with the copies of ``step``, at which all ranks stand, because a node leaves the
-        job. Before that, wait until the generation before is settled, but at most ``limit`` seconds.
+        """Begin a generation with the copies of ``step``, because a node is leaving the job. All ranks stand
+        at this step. First wait at most ``limit`` seconds until the previous generation is settled.
         """
         self.await_settled(limit)
         with self._changed:
@@ -197,7 +197,7 @@ class Generations:
             return {self.secured, self._copied}
 
     def note_copy(self, step: int, *, is_kept: bool) -> None:
-        """Note that a periodic copy has been made, or has failed."""
+        """Record that a periodic copy has been made, or has failed."""
         with self._changed:
             if step == self._copied and self._finished < self._number:
                 self._copied = step if is_kept else None
@@ -217,7 +217,7 @@ class Generations:
             return self._finished, None if self.is_closed else self._copied
 
     def settle(self, step: int | None, *, is_secured: bool) -> None:
-        """Note whether all ranks can restore ``step``. If not, this rank may overwrite its copy of it."""
+        """Record whether all ranks can restore ``step``. If not, this rank may overwrite its copy of it."""
         with self._changed:
             if step is not None and step == self._copied:
                 self.secured, self._copied = (step, step) if is_secured else (self.secured, None)
@@ -233,7 +233,7 @@ class Generations:
             )
 
     def end_comparing(self) -> None:
-        """Note that the ranks do not tell each other any more which copies they have."""
+        """Record that the ranks do not tell each other any more which copies they have."""
         with self._changed:
             self.are_compared = False
             self._changed.notify_all()
@@ -336,12 +336,12 @@ class Schedule:
         return made
 
     def turn_off(self, reason: str) -> None:
-        """Note that this rank makes no copies any more, so that ranks of other nodes do not wait for one."""
+        """Record that this rank no longer makes copies, so that ranks of other nodes do not wait for one."""
         if self.generations is not None:
             self.generations.turn_off(reason)
 
     def note_equal(self, are_equal: bool) -> None:
-        """Note whether all ranks, on several nodes, had equal copies of a step. Also write into this rank's
+        """Record whether all ranks, on several nodes, had equal copies of a step. Also write into this rank's
         file whether all ranks count as having the same state. The agent could not find that out after the
         loss of a node, because that node's copies would be lost, too.
         """
@@ -407,7 +407,8 @@ class Schedule:
         own = self._words[Head.CHECK_STEP]
         if not own:
             return True
-        # A rank that restored its state before this rank did could not make the copy. Do not wait for it.
+        # A rank that restored its state before this one was unable to make the copy, so do not wait for that
+        # copy.
         heads = [each for each in self._others() if each[Head.CHECK_STEP] or each[Head.ENDED] <= own]
         checks = {(each[Head.CHECK_STEP], each[Head.CHECK_DIGEST]) for each in heads}
         return checks == {(own, self._words[Head.CHECK_DIGEST])}
@@ -432,9 +433,9 @@ class Schedule:
         return can_spare(step, held, is_replicated=self.is_replicated()) if held else None
 
     def _held(self) -> list[Held]:
-        """Return what each rank has; nothing if the files of the ranks cannot be read. If all ranks have the
-        same state, leave out those that make no copies any more. Otherwise, all ranks would some day go back
-        to the last step that those have copied.
+        """Return the copies that each rank has. Return nothing if the files of the ranks cannot be read. If
+        all ranks have the same state, leave out the ranks that no longer make copies: with them, all ranks
+        would eventually go back to the last step that they copied.
         """
         if not self._others():
             return []

@@ -114,7 +114,9 @@ class Parts:
         return None
 
     def path_of(self, tensor: torch.Tensor) -> Path:
-        """Return the path of a tensor in the state (the keys that lead to it), or the first of its paths."""
+        """Return the path of a tensor in the state (the keys that lead to it). If it has several, return the
+        first.
+        """
         return next(path for path, each in zip(self.paths, self.tensors, strict=True) if each is tensor)
 
 

@@ -221,7 +221,9 @@ class Keeping:
     def _chosen(
         self, holdings: Mapping[int, Holding], world: int, *, older_than: int | None = None
     ) -> Choice:
-        """Choose the step that the next attempt restores: if given, only from steps before ``older_than``."""
+        """Choose the step that the next attempt restores. If ``older_than`` is given, choose only from the
+        steps before it.
+        """
         from elasticrs._engine.inside.keep.choice import choose
 
         bars = [older_than, None if self._loop is None else self._loop.barred_from]

@@ -138,7 +138,8 @@ class Orders:
         self._known = _Known(0, float("-inf"), [])
         self._waiting: list[Callable[[], None]] | None = None
         self._looked: tuple[Attempt | None, float] = None, float("-inf")
-        # Calls to make after the search for late ranks that runs now; `None` if none runs.
+        # Functions to call when the search for late ranks that is in progress ends; `None` if none is in
+        # progress.
         self._after_look: list[Callable[[], None]] | None = None
         self._look_lock = _thread.allocate_lock()
         self._actions: dict[str, Action] = {
