@@ -32,7 +32,8 @@ WORKER = """
     signal.signal(signal.SIGUSR1, end)
     signal.signal(signal.SIGUSR2, meet)
     group, life = os.environ["GROUP_RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]
-    os.write(1, f"UP rank={began} pid={os.getpid()} group={group} life={life}\\n".encode())
+    port = os.environ["MASTER_PORT"]
+    os.write(1, f"UP rank={began} pid={os.getpid()} group={group} life={life} port={port}\\n".encode())
     while True:
         signal.pause()
 """
@@ -277,3 +278,18 @@ def test_the_job_fails_if_the_node_that_hosts_the_store_is_lost(nodes):
     host.wait()
     procs.reap_adopted(keep=[other.pid])
     assert re.search(r"\blost\b.*\bstore\b", other.exits(1).stderr)
+
+
+def test_a_replacement_gets_the_port_of_the_present_round(nodes):
+    job = two(nodes, "--max-restarts=3")
+    job.meet(1)
+    job.kill(0)
+    job.meet(2)
+    job.kill(3)
+    found = [re.findall(UP + r" port=(\d+)", agent.stdout) for agent in job.agents]
+    lives = {life: {each[4] for each in (*found[0], *found[1]) if each[3] == life} for life in "012"}
+    assert [len(each) for each in lives.values()] == [1, 1, 1]
+    assert len(set.union(*lives.values())) == 3
+    job.finish()
+    for agent in job.agents:
+        agent.exits(0)

@@ -139,6 +139,7 @@ class MemberNodes(SeveralNodes):
         if attempt is not None and begun is not None:
             attempt.agents_round = begun.round
             attempt.plan.ranks = begun.ranks.workers(NodeShare(self._job.role, self._job.nproc))
+            attempt.plan.master_addr, attempt.plan.master_port = begun.master_addr, begun.master_port
 
     def _tell_round(self, begun: messages.Start) -> None:
         """Print why a new round has started, unless a line about a replaced worker already says so."""

@@ -261,6 +261,7 @@ def prepare_replacement(
     before = own["RANK"]
     # Nodes may have joined or left since the start of the attempt.
     own.update(rank_variables(attempt.plan.ranks[local_rank]))
+    own.update(MASTER_ADDR=attempt.plan.master_addr, MASTER_PORT=str(attempt.plan.master_port))
     own.update(_member(attempt.plan, local_rank))
     error_file = paths.error_files.get(local_rank)
     if error_file:
