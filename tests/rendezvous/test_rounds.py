@@ -326,6 +326,16 @@ def test_more_lost_nodes_than_max_node_losses_end_the_job():
     assert a.outcome.is_explained
 
 
+def test_of_several_agents_on_a_host_the_lost_one_is_named_with_its_group_rank():
+    cluster = Cluster(min_nodes=1, max_nodes=3, max_node_losses=0)
+    agents = [cluster.add(name) for name in ("a", "a", "b")]
+    agents[1].kill()
+    end_all([agents[0], agents[2]])
+    (told,) = (each.why for each in agents[2].all(m.Stop))
+    assert told == "node a:1 was lost"
+    assert agents[0].outcome.message == "lost 1 node (max_node_losses=0), last: a:1"
+
+
 def test_a_loss_that_ends_the_job_explains_a_failure_that_was_reported_before():
     _, (a, b, c) = running(3, min_nodes=1, max_node_losses=0)
     b.fail(end=False)

@@ -286,7 +286,7 @@ def _too_few(leader: Leader) -> str:
         taken = {view.nodes[each].hint for each in view.candidates}
         free = [str(rank) for rank in range(rendezvous.max_nodes) if rank not in taken]
         text += f"; no node has node rank {named(free)}"
-    lost = [view.seats[rank].name for rank in sorted(view.missing)]
+    lost = view.seat_names(sorted(view.missing))
     if lost:
         text += f"; lost in round {view.round}: {named(lost)}"
     return text
@@ -440,7 +440,8 @@ def _running(leader: Leader, head: Head) -> None:
         rank = min(gone)
         seat = view.seats[rank]
         kind = "left" if seat.member in view.farewells else "lost"
-        end = {"kind": kind, "node": seat.name, "group_rank": rank, "member": seat.member}
+        (name,) = view.seat_names([rank])
+        end = {"kind": kind, "node": name, "group_rank": rank, "member": seat.member}
         ended = head.replaced(state="ENDED", end=end, cause=None)
         not_done = Missing(member.keys.done(head.round, rank))
         if member.agent.keeps_workers:

@@ -10,6 +10,7 @@ key does not depend on the number of agents.
 
 from __future__ import annotations
 
+from elasticrs._engine.job.phrases import distinct_names
 from elasticrs._engine.nodes.protocol.records import (
     DamagedError,
     Head,
@@ -229,6 +230,11 @@ class View:
         else:
             self.done.discard(rank)
             self.missing |= self.absent & {rank}
+
+    def seat_names(self, ranks: Iterable[int]) -> list[str]:
+        """Return the names by which users choose these nodes, given by their group ranks in this round."""
+        names = distinct_names({rank: seat.name for rank, seat in enumerate(self.seats)})
+        return [names[rank] for rank in ranks]
 
     # --- derived sets ---
 

@@ -266,8 +266,8 @@ def _why_not_again(view: View, counted: Head, settings: Settings) -> str | None:
 
 
 def _lost_names(view: View) -> str:
-    lost = [view.seats[rank] for rank in sorted(view.missing)]
-    return named([seat.name for seat in lost if seat.member not in view.farewells]) or "unknown"
+    lost = [rank for rank in sorted(view.missing) if view.seats[rank].member not in view.farewells]
+    return named(view.seat_names(lost)) or "unknown"
 
 
 MAX_NAMED = 8
