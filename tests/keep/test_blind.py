@@ -1,5 +1,6 @@
 """State that cannot be copied at a failure: it is on a GPU, or changes outside of the optimizer's step."""
 
+import re
 from contextlib import closing
 
 import pytest
@@ -66,6 +67,65 @@ def test_memory_that_the_program_frees_during_a_copy_ends_neither_the_program_no
     assert said.count("\n") == 1
     assert "net.queue" in said
     assert step_of(agent) == 3
+
+
+def test_memory_that_is_freed_during_a_second_copy_turns_keep_off_and_leaves_the_copies(agent):
+    agent.begin()
+    queue = 'net.register_buffer("queue", torch.zeros(10_000_000))\n'
+    with agent.worker(preamble=model(every=2, replicated=True) + queue) as worker:
+        worker.run("train(1); train(2); train(3)")
+        name = agent.joined()
+        worker.run("from elasticrs._engine.inside.keep import copier; real = copier.copy_and_sum")
+        free = FREED["resize_ of the storage"]
+        worker.run(f"copier.copy_and_sum = lambda *lists: ({free}, real(*lists))[-1]")
+        agent.send(name)
+        while agent.notice() != ["keep", "answered"]:
+            pass
+        assert agent.file().words[Head.ANSWER] == Answer.TENSOR_CHANGED
+        for step in range(4, 9):
+            worker.run(f"net.queue.untyped_storage().resize_(40_000_000); train({step})")
+        code, said = worker.end()
+    assert code == 0
+    first, second = said.splitlines()
+    assert "cannot copy its state at a failure" in first
+    assert re.search(
+        "Keep is off: the memory of net.queue is smaller .* or was replaced during a copy", second
+    )
+    assert step_of(agent) == 2
+
+
+LIMITED = """
+import ctypes, resource, struct
+ctypes.CDLL(None).prctl(8, 1)  # PR_SET_KEEPCAPS
+os.setresuid(65534, 65534, 65534)
+few = 1 << 1 | 1 << 19  # CAP_DAC_OVERRIDE and CAP_SYS_PTRACE, which the agent's files need
+ctypes.CDLL(None).capset(struct.pack("Ii", 0x20080522, 0), struct.pack("6I", few, few, 0, 0, 0, 0))
+
+def is_refused():
+    resource.setrlimit(resource.RLIMIT_NPROC, (0, 0))
+    try:
+        os._exit(0) if os.fork() == 0 else None
+    except BlockingIOError:
+        return True
+"""
+"""Program of another user, to whom a limit of processes applies."""
+
+
+@pytest.mark.privileged
+def test_without_a_further_process_the_copy_is_made_all_the_same(agent):
+    agent.begin()
+    with agent.worker(preamble=LIMITED + model(replicated=True)) as worker:
+        worker.run("train(1); train(2); train(3)")
+        name = agent.joined()
+        assert worker.run("is_refused()") is True
+        assert agent.order(name) == Answer.KEPT
+        assert step_of(agent) == 3
+        expected = worker.run("picture()")
+        assert worker.kill()[1] == ""
+    agent.begin(step=3)
+    with agent.worker(preamble=model(replicated=True)) as worker:
+        assert worker.run("keep.restore()") == 3
+        assert worker.run("picture()") == expected
 
 
 KILLS = """
