@@ -381,6 +381,9 @@ class Copier:
             self._file.words[Head.ANSWER] = self._try_copy(Why.AT_DEATH, patience)
         else:
             until = time.monotonic() + self._limit()
+            with self._live:
+                # All ranks stand at the same step, so the training must not go on during the wait below.
+                self._awaits_stop = not self._is_changing
             generations.begin_last(boundary.step, self._limit())
             self._file.words[Head.ANSWER] = self._try_copy(Why.AT_DEATH, patience)
             is_kept = any(slot.complete_step == boundary.step for slot in self._file.slots)
