@@ -172,6 +172,27 @@ def test_a_stop_on_a_node_that_leaves_ends_the_job(nodes, sockets, asked, tmp_pa
     assert "by elasticctl stop" in leaves.stderr
 
 
+def test_a_sigterm_to_a_drained_node_kills_no_worker_that_saves(nodes, sockets, asked):
+    job = nodes(
+        "1:2",
+        2,
+        source=f"import os, signal\nsignal.signal(15, lambda *_: os.write(1, b'saving\\n'))\n{SAVES}",
+    )
+    host, leaves = job.by_host()
+    name = status_of(sockets, leaves)["host"]
+    assert asked("drain", name, "--no-wait", f"--job={host.pid}")[0] == 0
+    leaves.wait_for_line("saving")
+    # The scheduler whose hook has drained the node now ends the launcher. Within 0.1 s, nothing would be said.
+    leaves.read_for(0.15)
+    leaves.signal(signal.SIGTERM)
+    leaves.wait_for_line("SIGTERM counts as the stop request", "stderr")
+    os.kill(int(leaves.wait_for_line(r"here \d+ (\d+)\.")[1]), signal.SIGUSR1)
+    assert leaves.wait() == 1
+    assert "saved" in leaves.stdout
+    assert asked("stop", "--now", f"--job={host.pid}")[0] == 0
+    assert host.wait() == 1
+
+
 def test_an_agent_that_was_paused_says_so_and_not_only_that_the_store_was_lost(launch, worker_script):
     argv = launcher_with("_engine.supervise.decide.several_nodes", SAFETY_TICK=0.2)
     port = ports.free()

@@ -133,7 +133,7 @@ def test_a_sigterm_that_a_wrapper_passes_on_late_leaves_the_workers_time_to_save
     launched.wait_for_lines("SAVING", N)
     launched.read_for(0.15)
     launched.signal(signal.SIGTERM)
-    launched.wait_for_line("SIGTERM again after", "stderr")
+    launched.wait_for_line("SIGTERM counts as the stop request", "stderr")
     launched.exits(1)
     assert launched.stdout.count("SAVED") == N
     assert launched.stdout.count("SAVING") == N

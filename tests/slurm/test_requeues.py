@@ -88,7 +88,7 @@ def test_a_sigterm_that_reaches_the_agent_twice_lets_its_workers_save(launch, wo
     job.wait_for_lines(r"^ACTED \d \d+ end", 2)
     job.read_for(0.15)
     os.kill(shell, signal.SIGCONT)
-    job.wait_for_line("SIGTERM again after", "stderr")
+    job.wait_for_line("SIGTERM counts as the stop request", "stderr")
     (tmp_path / "may-save").touch()
     job.exits(1)
     acted = re.findall(r"^ACTED \d (\d+ end \w+)$", job.stdout, re.MULTILINE)

@@ -288,6 +288,24 @@ def test_echoed_signals_do_not_count_as_new_stop_requests(came, new):
     assert [signum for signum, now in came if requests.is_new(signum, 1000 + now)] == new
 
 
+@pytest.mark.parametrize(
+    ("came", "new"),
+    [
+        ([(TERM, 0)], []),
+        ([(TERM, 10)], []),
+        ([(TERM, 10), (TERM, 10 + RELAY)], [TERM]),
+        ([(HUP, 10), (TERM, 20)], []),
+        ([(INT, 10)], [INT]),
+    ],
+)
+def test_a_sigterm_after_an_order_of_elasticctl_is_the_same_request(came, new):
+    requests = StopRequests()
+    requests.note_order(1000)
+    assert [signum for signum, now in came if requests.is_new(signum, 1000 + now)] == new
+    assert requests.repeated_after(TERM, 1007) == 7
+    assert requests.repeated_after(INT, 1007) is None
+
+
 SIGNALLED_WHILE_FORKING = """
 import os, select, signal, sys, threading
 # Other threads run before the hook of the fork ends.
@@ -353,4 +371,4 @@ def test_a_second_signal_is_not_raised_while_the_first_is_handled():
 
 def test_a_later_sigterm_that_is_not_raised_is_reported():
     late = "from elasticrs._engine.process import signals\nsignals.ECHO = 0\n"
-    assert "SIGTERM again" in run(late + TWO_AT_ONCE.replace("SIGHUP)\n    else", "SIGTERM)\n    else"))
+    assert "SIGTERM counts as" in run(late + TWO_AT_ONCE.replace("SIGHUP)\n    else", "SIGTERM)\n    else"))

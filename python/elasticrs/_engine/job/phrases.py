@@ -231,13 +231,11 @@ def stop_line(
     return f"{signal_name(asked)} received: passing it on to the workers, SIGKILL in {grace:g} s{again}"
 
 
-def relayed(signum: int, after: float, limit: float) -> str:
-    """Report that a signal is taken for the same request as the first one, because it came only ``after``
-    seconds later.
-    """
+def repeated(signum: int, after: float, limit: float) -> str:
+    """Report that a signal is taken for the same request as the first one, ``after`` seconds before."""
+    name = signal_name(signum)
     return (
-        f"{signal_name(signum)} again after {after:.1f} s counts as the first one, passed on by a wrapper;"
-        f" after {limit:g} s it kills"
+        f"{name} counts as the stop request {duration(after)} ago; if sent again after {limit:g} s, it kills"
     )
 
 

@@ -132,7 +132,9 @@ def how_to_hasten(signum: int) -> str:
 
 
 class StopRequests:
-    """Decides whether a stop signal is a new request to stop, or only repeats an earlier one."""
+    """Decides whether a stop signal is a new request to stop, or only repeats an earlier one. ``elasticctl``
+    may have made the earlier one.
+    """
 
     __slots__ = ("_came",)
 
@@ -153,12 +155,18 @@ class StopRequests:
             return now - min(self._came.values()) >= ECHO
         return signum == signal.SIGTERM and now - self._came[signum] >= RELAY
 
-    def relayed_after(self, signum: int, now: float) -> float | None:
-        """Return the seconds since the first SIGTERM if this signal is another SIGTERM that came at least
+    def note_order(self, now: float) -> None:
+        """Record that ``elasticctl`` has requested a stop. A scheduler whose hook drains a node may send
+        SIGTERM next. The workers would then be killed while they save.
+        """
+        self._came.setdefault(0, now)
+
+    def repeated_after(self, signum: int, now: float) -> float | None:
+        """Return the seconds since the first request if this signal is a SIGTERM that came at least
         :data:`ECHO` seconds later. A user may have sent it, although it counts as the same request. Return
         ``None`` for any other signal.
         """
-        after = now - self._came.get(signum, now)
+        after = now - min(self._came.values(), default=now)
         return after if signum == signal.SIGTERM and after >= ECHO else None
 
 

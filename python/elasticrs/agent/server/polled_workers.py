@@ -309,8 +309,8 @@ def raised_signals(
         if requests.is_new(signum, now := time.monotonic()):
             sigval = signal.Signals(signum)
             raise_when_safe(SignalException(f"stopped by {sigval.name}", sigval))
-        elif (after := requests.relayed_after(signum, now)) is not None:
-            when_safe(partial(_log.warning, phrases.relayed(signum, after, RELAY)))
+        elif (after := requests.repeated_after(signum, now)) is not None:
+            when_safe(partial(_log.warning, phrases.repeated(signum, after, RELAY)))
 
     def forward(signum: int, _frame: FrameType | None) -> None:
         when_safe(partial(pass_on, signum))

@@ -392,6 +392,8 @@ class Agent:
             tell: function that is called once when the workers get the signal, but not if no workers run.
         """
         self._tell_stop, self._stop_order = tell, event.order
+        if event.order:
+            self._requests.note_order(time.monotonic())
         attempt = self._tracker.attempt
         kills = event.now and attempt is not None and not attempt.has_ended
         if kills or not self._is_asked_to_stop or (event.ends_job and self._decisions.leaves):
@@ -644,5 +646,5 @@ class Agent:
                 self.pass_on(signum)
             elif self._requests.is_new(signum, now := time.monotonic()):
                 self.ask_to_stop(machine.SignalReceived(signum))
-            elif (after := self._requests.relayed_after(signum, now)) is not None:
-                self._console.say(phrases.relayed(signum, after, RELAY))
+            elif (after := self._requests.repeated_after(signum, now)) is not None:
+                self._console.say(phrases.repeated(signum, after, RELAY))
