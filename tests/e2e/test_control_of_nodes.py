@@ -182,7 +182,7 @@ def test_a_sigterm_to_a_drained_node_kills_no_worker_that_saves(nodes, sockets, 
     name = status_of(sockets, leaves)["host"]
     assert asked("drain", name, "--no-wait", f"--job={host.pid}")[0] == 0
     leaves.wait_for_line("saving")
-    # The scheduler whose hook has drained the node now ends the launcher. Within 0.1 s, nothing would be said.
+    # The scheduler that has drained the node ends the launcher. Within 0.1 s, nothing would be said.
     leaves.read_for(0.15)
     leaves.signal(signal.SIGTERM)
     leaves.wait_for_line("SIGTERM counts as the stop request", "stderr")

@@ -717,6 +717,8 @@ def test_a_slow_partner_is_given_up_after_three_transfers(ranks, wire, monkeypat
     stop.set()
     assert secured[:2] == [None, None]
     assert secured[3] is not None
+    # Do not say that another node has a copy that it does not download any more.
+    assert [file.words[Head.SECURED] for file in made.own] == [0, 0]
     assert len(made.said) == 3
     assert "too slow" in made.said[0] or "timed out" in made.said[0]
     assert "not kept here any more" in made.said[2]
@@ -728,6 +730,7 @@ def test_a_copy_that_does_not_fit_into_the_memory_is_refused_with_numbers(ranks)
     step = made.copy_all()
     assert made.announced()[1] == step
     assert made.taken(0) == made.taken(1) == {}
+    assert [file.words[Head.SECURED] for file in made.own] == [0, 0]
     assert len(made.said) == 2
     assert "it needs 5 MiB, and --keep-memory leaves 3 MiB for it" in made.said[0]
 
@@ -768,7 +771,8 @@ TRAINS = """
     dist.init_process_group("gloo")
     rank, number = dist.get_rank(), os.environ["ELASTICRS_ROUND"]
     torch.manual_seed(1)
-    model = torch.nn.Sequential(torch.nn.Linear(64, 100), torch.nn.ReLU(), torch.nn.Linear(100, 7))
+    width = int(os.environ["WIDTH"])
+    model = torch.nn.Sequential(torch.nn.Linear(64, width), torch.nn.ReLU(), torch.nn.Linear(width, 7))
     fully_shard(model[0])
     fully_shard(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
@@ -799,9 +803,9 @@ def agents(launch, worker_script):
     """Return a function that starts agents of a job with three nodes."""
     script = worker_script(TRAINS)
 
-    def start(count, *arguments):
-        command = ("--nnodes=3", "--nproc-per-node=1", "--max-restarts=1", "--keep-peers=1", script)
-        return Nodes(launch, *command, *arguments).start(count)
+    def start(count, *arguments, options=(), width=100):
+        command = ("--nnodes=3", "--nproc-per-node=1", "--max-restarts=1", "--keep-peers=1", *options, script)
+        return Nodes(launch, *command, *arguments, env={"WIDTH": str(width)}).start(count)
 
     return start
 
@@ -839,11 +843,16 @@ def test_a_lost_node_costs_the_steps_since_the_last_secured_copy(agents):
 
 @pytest.mark.torch
 @pytest.mark.slow
-def test_a_drained_node_of_sharded_state_costs_no_step(agents):
-    job = agents(3, "40", "0")
+@pytest.mark.parametrize(
+    ("options", "width"),
+    [((), 100), (("--keep-bandwidth=1M", "--keep-grace=60"), 36_000)],
+    ids=["idle", "during a transfer"],
+)
+def test_a_drained_node_of_sharded_state_costs_no_step(agents, options, width):
+    job = agents(3, "40", "0", width=width)
     assert [agent.wait() for agent in job] == [0, 0, 0]
     expected = said(job, "END")
-    job = agents(4, "40", "0.05")
+    job = agents(4, "40", "0.05", options=options, width=width)
     host, *others = job
     host.wait_for_line(r"STEP 1 \d 22")
     for agent in others:
@@ -867,7 +876,7 @@ def test_an_exception_in_the_step_after_a_copy_costs_no_sharded_step(launch, wor
     command = ("--nnodes=2", "--nproc-per-node=1", "--max-restarts=1", *options, worker_script(TRAINS))
     ends = []
     for more in ((), ("1 1 11",)):
-        job = Nodes(launch, *command, "20", "0", *more).start(2)
+        job = Nodes(launch, *command, "20", "0", *more, env={"WIDTH": "100"}).start(2)
         assert [agent.wait() for agent in job] == [0, 0]
         ends.append(said(job, "END"))
     assert said(job, "BEGIN 2") == ["0 11 ('memory', True)", "1 11 ('memory', True)"]

@@ -197,11 +197,12 @@ def leave(store: Store, rank: int, world: int, reason: str, *, has_published: bo
         store.add("published", 1)
     # Mark the current generation of copies as failed, and this rank's download as finished, so that rank 0
     # does not wait for this rank.
-    store.add("failed", 1)
+    for count in ("failed", "absent"):
+        store.add(count, 1)
     store.add("taken", world)
     if rank == 0:
         store.set("compared", [_FINAL, [False, [], False]])
-        store.set("done", [_FINAL, False])
+        store.set("done", [_FINAL, [False, False]])
         store.set("next", [_FINAL, [None, {"0": reason}]])
 
 

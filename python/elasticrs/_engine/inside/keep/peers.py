@@ -17,8 +17,8 @@ which their process groups connect.
   remains the secured one. A rank does not overwrite copies of the newest secured generation. No rank
   concludes from its own steps that a generation is secured, because another rank may have made no copy.
 - **PEERS-4** If the download of a rank's copies fails three times in a row, or a copy is too large, the rank
-  that downloads them gives up. Later generations then count as secured without these downloads. An error in
-  this module never fails the training.
+  that downloads them gives up. Later generations then count as secured without these downloads, but the agent
+  does not say so. An error in this module never fails the training.
 - **PEERS-5** A rank that makes no copies any more, or cannot compare them, says so in the store, with the
   reason. Each node tells the user. The copies of the other ranks end if this is rank 0, which announces them,
   or if each rank has only a part of the state.
@@ -159,8 +159,10 @@ class Peers:
             except OffError as error:
                 say(f"no copies of another node are kept here, so its state is lost with it: {error}")
         self._generations = schedule.begin_generations(agreement.plan["step"])
-        self._downloads = self._failed_in_all = 0
-        """How many times the ranks have downloaded copies, and how many of all downloads have failed."""
+        self._downloads = 0
+        """How many times the ranks have downloaded copies."""
+        self._missing = (0, 0)
+        """How many of all downloads have failed, and how many copies the nodes that need them did not get."""
         self._longest_delay = _LONGEST_DELAY * max(1, self._world / 500)
         self._notice = 2 * self._longest_delay
         self._is_running = self._has_published = False
@@ -194,8 +196,10 @@ class Peers:
                 is_whole, senders, are_equal = self._compare(number, step)
                 if is_whole:
                     self._schedule.note_equal(are_equal)
-                is_secured = is_whole and (not senders or self._are_downloaded(number, step, senders))
-                if self.has_partners and is_secured and step is not None:
+                is_secured = are_held = is_whole
+                if is_whole and senders:
+                    is_secured, are_held = self._download(number, step, senders)
+                if self.has_partners and are_held and step is not None:
                     # Write this first, because the process may be stopped as soon as the step is settled.
                     self._own.words[Head.SECURED] = step + 1
                 self._generations.settle(step, is_secured=is_secured)
@@ -308,21 +312,28 @@ class Peers:
                 return [step, slot.words[Slot.DIGEST], slot.words[Slot.LAYOUT]]
         return None
 
-    def _are_downloaded(self, number: int, step: int | None, senders: Sequence[int]) -> bool:
+    def _download(self, number: int, step: int | None, senders: Sequence[int]) -> tuple[bool, bool]:
         """Download the copy of ``step`` that a rank of another node has made, if this node needs it. Then
-        wait until all ranks have completed their downloads. Return true if no download has failed.
+        wait until all ranks have completed their downloads. Return two values: whether no download has
+        failed, and whether another node has the copy of each of the ``senders``. The second is false also if
+        a node no longer downloads copies (PEERS-4).
         """
-        if step is not None and self._partner is not None and self._partner.rank in senders:
-            self._partner.take(step, self._generations.secured)
+        partner = self._partner
+        if step is not None and partner is not None and partner.rank in senders:
+            partner.take(step, self._generations.secured)
+        if partner is None or (partner.rank in senders and not partner.has(step)):
+            self._store.add("absent", 1)
         self._downloads += 1
         self._store.add("taken", 1)
         if self._rank == 0:
             for _ in self._looks():
                 if self._store.add("taken", 0) >= self._world * self._downloads:
                     break
-            before, self._failed_in_all = self._failed_in_all, self._store.add("failed", 0)
-            self._store.set("done", [number, before == self._failed_in_all])
-        return bool(self._await("done", number))
+            before, now = self._missing, (self._store.add("failed", 0), self._store.add("absent", 0))
+            self._missing = now
+            self._store.set("done", [number, [before[0] == now[0], before[1] == now[1]]])
+        no_failure, are_held = self._await("done", number)
+        return bool(no_failure), bool(are_held)
 
     def _await(self, key: str, number: int, waits_for: str | None = None) -> Any:
         """Wait until rank 0 has written a value for the generation ``number`` under a key of the store, and
@@ -392,7 +403,7 @@ class Partner:
         """Download the other rank's copy of ``step``, unless this node has it. Do not overwrite its copy of
         the step ``secured``, which all ranks can restore. Tell the user if the download fails.
         """
-        if self._failures == _MOST_FAILURES or self._theirs_of(step):
+        if self._failures == _MOST_FAILURES or self.has(step):
             return
         try:
             self._download(step, secured)
@@ -411,6 +422,10 @@ class Partner:
                 f"rank {self.rank}'s copy of step {step} cannot be downloaded from its node"
                 f" {self._source}: {error}; {follows}"
             )
+
+    def has(self, step: int | None) -> bool:
+        """Return true if this node has the other rank's copy of ``step``."""
+        return bool(self._theirs_of(step))
 
     def _theirs_of(self, step: int | None) -> list[int]:
         """Return the numbers of the slots (regions of a file) that have the other rank's copy of a step."""
