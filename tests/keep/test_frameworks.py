@@ -151,7 +151,8 @@ STRANGERS = {
 def test_a_script_goes_on_wherever_a_rank_dies(calm, train, stranger, moment):
     program, settings = stranger.partition(" ")[0], STRANGERS[stranger]
     _, hurt = ends_as_without(calm, train, program, MOMENTS[moment], **settings)
-    assert {record[0] for record in hurt.records[0]} == set(range(len(MOMENTS[moment]) + 1))
+    # Attempt 0 may end before rank 0 has recorded a step.
+    assert {0, *(record[0] for record in hurt.records[0])} == set(range(len(MOMENTS[moment]) + 1))
     most = settings["every"] + 1 if "sharded" in settings else 0
     # There is nothing to compare if a rank died before the first step, as while DCP saved its first files.
     assert max(hurt.lost(), default=0) <= most
