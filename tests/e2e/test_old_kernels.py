@@ -44,7 +44,7 @@ def test_a_restart_works_without_newer_kernel_features(launch, worker_script, fe
     launched.exits(0)
     # Each worker has three standard descriptors, and a fourth one while it lists them.
     launched.wait_for_lines("attempt 1 4", 3, "stdout")
-    assert "code 7; 2 others" in launched.stderr
+    assert "code 7; restarting" in launched.stderr
 
 
 @pytest.mark.beyond_torchrun

@@ -244,7 +244,7 @@ def test_return_values_come_from_the_last_replacement_of_each_rank(host, how):
     assert [life for life, _, _ in values] == [0, 2, 0], "the others were left alone"
     assert [len(member) for _, member, _ in values] == [1, 2, 1], "who came later knows whose place it has"
     assert {len(text) for _, _, text in values} == {100_000}
-    assert len(re.findall(r"SIGKILL; 2 others .*; replaced", started.stderr)) == 2
+    assert len(re.findall(r"SIGKILL; replaced", started.stderr)) == 2
 
 
 @pytest.mark.parametrize(

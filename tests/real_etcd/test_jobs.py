@@ -199,7 +199,7 @@ def test_an_expired_etcd_certificate_ends_the_job_only_after_a_reconnect(agent, 
         assert "failed after" in last
         # The client or its user may be the first to notice that the lease has expired. Check only what their
         # messages have in common.
-        says(killed, "network", "round 1")
+        says(killed, "network", "killing the workers")
         says(ended, "3 s", "expired")
         assert len(one.stdout.splitlines()) == 1
     assert_gone([worker.pid])

@@ -66,7 +66,7 @@ def test_nodes_rejoin_when_the_etcd_majority_returns(agents, etcd_cluster):
     for index in (0, 1):
         etcd_cluster.server.kill(index)
     for agent in job:
-        agent.wait_for_line(r"lost etcd .*round 1\b", "stderr")
+        agent.wait_for_line(r"lost etcd .*; killing the workers", "stderr")
     etcd_cluster.server.mend()
     second = workers(job, 2)
     assert {each.restart for each in second} == {0}
