@@ -250,7 +250,7 @@ mod tests {
                     }
                 }
             });
-            // A helper may have completed its copy before the other thread kills it.
+            // A helper may complete its copy before the other thread kills it, so try several times.
             // SAFETY: the block writes the 64 MiB of `target` from its first aligned address on.
             let found = (0..1000).map(|_| unsafe { copy_in_helper(&[block]) }).find(Result::is_err);
             has_ended.store(true, Ordering::Relaxed);

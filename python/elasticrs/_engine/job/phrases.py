@@ -125,7 +125,7 @@ def restart_line(cause: str, restart: str, delay: float = 0.0) -> str:
 
 
 def replace_line(cause: str, pid: int, span_ns: int, restart: str) -> str:
-    """Return the line about a worker that was replaced ``span_ns`` after its failure."""
+    """Return the line that says that a worker was replaced ``span_ns`` nanoseconds after it failed."""
     return f"{cause}; replaced by pid {pid} in {milliseconds(span_ns)} (restart {restart})"
 
 

@@ -284,7 +284,7 @@ impl Group {
         killed
     }
 
-    /// Returns the workers that a second stop request kills although they may be saving. `None` if there are none.
+    /// Returns the workers that a second stop request kills even if they are saving. `None` if there are none.
     pub(super) fn killed_by(&self, policy: StopPolicy) -> Option<WorkersKilled> {
         let workers: Vec<_> = self.still_running().map(|m| (m.local_rank, m.pid)).collect();
         let (reason, limit) = (KillReason::Request, Duration::ZERO);

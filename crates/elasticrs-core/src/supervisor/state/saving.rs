@@ -41,7 +41,7 @@ impl Group {
         self.kill_savers(KillReason::AfterSignal(signal), self.grace);
     }
 
-    /// Kills the processes that are still saving, and reports the workers that left them behind.
+    /// Kills the processes that are still saving, and reports the workers that started them.
     pub(super) fn kill_savers(&mut self, reason: KillReason, limit: Duration) {
         let workers = self.members.iter().filter(|m| is_wrapper(m)).map(|m| (m.local_rank, m.pid)).collect();
         self.end_saves();

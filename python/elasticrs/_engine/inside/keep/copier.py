@@ -244,8 +244,9 @@ class Copier:
             self._awaits_stop = False
 
     def end_step(self, boundary: Boundary, *, is_due: bool, is_check: bool) -> None:
-        """Record that a step has ended with the state ``boundary``, and begin a periodic copy if ``is_due``.
-        By the copy for which ``is_check`` is true, the ranks find out if all have the same state.
+        """Record that a step has ended, after which the state is ``boundary``. Begin a periodic copy if
+        ``is_due``. If ``is_check`` is true, the ranks use this copy to find out if they all have the same
+        state.
         """
         self._wait_for_copy()
         if self.is_off:
@@ -445,8 +446,9 @@ class Copier:
             if self._is_changing:
                 return Answer.CHANGING
             if self._ranks.do_starts_differ():
-                # Ranks that have not restored their state yet need the copies that would be overwritten. Or
-                # ranks have restored different steps. Their copies would be a mixture of two trainings.
+                # Either some ranks have not restored their state yet, and need the copies that would be
+                # overwritten. Or the ranks have restored different steps, so their copies would be a mixture
+                # of two trainings.
                 return Answer.APART
             begun = monotonic_ns()
             if self._has_changed(boundary):

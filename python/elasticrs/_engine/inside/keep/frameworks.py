@@ -147,7 +147,7 @@ class Fit:
             _Process.keeper.step(_Process.step)
 
     def end(self) -> None:
-        """Record that the last step of this fit has ended, so that the framework may change the state now."""
+        """Record that the last step of this fit has ended. The framework may now change the state."""
         if _Process.keeper is not None:
             _Process.keeper.end_training()
 

@@ -534,7 +534,7 @@ class Keeper:
 
     @_guarded
     def before_change(self) -> None:
-        """Record that the program changes its state from now until the end of the step."""
+        """Record that the program may change its state between now and the end of the step."""
         self._has_changed = True
         if self._boundary is None:
             self._file.words[Head.CHANGES] += 1

@@ -82,8 +82,8 @@ class Held(NamedTuple):
 
 
 def can_spare(step: int, held: Sequence[Held], *, is_replicated: bool) -> bool:
-    """Return true if a rank may overwrite its copy of ``step``. It may if all ranks can restore some other
-    step exactly, whatever happens to their next copies, or if they could not restore ``step`` anyway.
+    """Return true if a rank may overwrite its copy of ``step``. It may if all ranks can restore another step
+    exactly, even if their next copies fail. It also may if they could not restore ``step`` anyway.
 
     Each rank gives its copy up before it looks. So of two ranks that do this at the same time, at least one
     sees that the other has done so.
@@ -139,7 +139,9 @@ class Generations:
                 self._finish(step)
 
     def turn_off(self, reason: str) -> None:
-        """Record that this rank no longer makes copies, so that the other ranks do not wait for its next."""
+        """Record that this rank no longer makes copies, so that the other ranks do not wait for its next
+        copy.
+        """
         with self._changed:
             self.off = reason
             newest = max(self._number, self._announced or 0)
@@ -407,8 +409,8 @@ class Schedule:
         own = self._words[Head.CHECK_STEP]
         if not own:
             return True
-        # A rank that restored its state before this one was unable to make the copy, so do not wait for that
-        # copy.
+        # A rank that restored its state earlier than this rank could not make the copy, so do not wait for
+        # it.
         heads = [each for each in self._others() if each[Head.CHECK_STEP] or each[Head.ENDED] <= own]
         checks = {(each[Head.CHECK_STEP], each[Head.CHECK_DIGEST]) for each in heads}
         return checks == {(own, self._words[Head.CHECK_DIGEST])}
@@ -426,8 +428,8 @@ class Schedule:
             self._words[Head.TWINS + number] = word
 
     def can_spare(self, step: int) -> bool | None:
-        """Return true if this rank may overwrite its copy of ``step`` (see :func:`can_spare`), which it must
-        have given up already. Return ``None`` if the files of the ranks cannot be read.
+        """Return true if this rank may overwrite its copy of ``step`` (see :func:`can_spare`). It must have
+        given up that copy before. Return ``None`` if the files of the ranks cannot be read.
         """
         held = self._held()
         return can_spare(step, held, is_replicated=self.is_replicated()) if held else None
@@ -455,7 +457,7 @@ class Schedule:
 
     def do_starts_differ(self) -> bool:
         """Return true if another rank of this node has not restored the same step as this rank, or has not
-        done so yet. Ignore ranks that do not use ``Keep`` yet if this rank has restored nothing.
+        done so yet. If this rank has restored nothing, ignore ranks that do not use ``Keep`` yet.
         """
         own = self._words[Head.RESTORED]
         return any((own or each[Head.PID]) and each[Head.RESTORED] != own for each in self._neighbours())

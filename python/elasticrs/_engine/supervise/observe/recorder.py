@@ -88,7 +88,7 @@ class EventRecorder(_Recorder):
 
     def running(self, result: JobResult) -> None:
         attempt = result.attempts[-1]
-        # These workers may have failed already, so record when they started.
+        # These workers may have failed before now, so record their start times.
         started_ns = _wall_ns(attempt.stamps["started"])
         for ranks in attempt.plan.ranks:
             self._record_worker("START", attempt, ranks, at_ns=started_ns)

@@ -323,8 +323,9 @@ class Orders:
             take()
 
     def _look(self, take: Callable[[], None]) -> None:
-        """Look for late ranks of this node on another thread, unless that was done within the last ten
-        seconds. Then call ``take``. If such a search runs already, call ``take`` after it.
+        """Look for late ranks of this node on another thread, and then call ``take``. If such a search is in
+        progress, call ``take`` when it ends. If one was made within the last ten seconds, call ``take`` at
+        once.
         """
         attempt, now = self._tracker.attempt, time.monotonic()
         with self._look_lock:
