@@ -228,7 +228,7 @@ class SeveralNodes(Decisions):
         elif ends_job is None and self._rendezvous.settings.drain == "job":
             what, reason = "the job ends (drain=job)", f"{name} to node {node_name()} (drain=job)"
         elif self.hosts_store:
-            what = "the job and its store end"
+            what = "the job ends with its store"
             reason = f"{name} to node {node_name()}, which hosts the rendezvous store"
         else:
             what, ends_the_job, self.leaves = "this node leaves the job", False, True
